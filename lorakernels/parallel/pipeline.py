@@ -7,7 +7,7 @@ model, and keeps losses, gradients, masks and FP8 scales those of one process th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -30,11 +30,13 @@ from lorakernels.parallel.pipeline_check import (
 )
 from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
 from lorakernels.parallel.pipeline_stages import (
+    ROWS,
     Batch,
     Draws,
     LayerDraws,
     Microbatch,
     Stage,
+    microbatches_of,
     shifted,
 )
 from lorakernels.parallel.tensor_check import check_equal
@@ -43,9 +45,8 @@ from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
 _OF_MODEL = "pipeline_parallel"
-_ROWS = ("position_ids", "attention_mask")
 _INITIAL = (".lora_A_init", ".lora_B_init")
-_TAKEN = ("input_ids", *_ROWS, "cu_seq_lens_q", "max_length_q")
+_TAKEN = ("input_ids", *ROWS, "cu_seq_lens_q", "max_length_q")
 
 
 class PipelineParallel:
@@ -221,15 +222,23 @@ class PipelineParallel:
         self._refuse_inputs(labels, inputs)
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
-        return self.run(_microbatches(wanted, inputs, self.microbatches), count, trains)
+        return self.run(microbatches_of(wanted, inputs, self.microbatches), count, trains)
 
-    def run(self, microbatches: Sequence[Microbatch], items: Any, trains: bool) -> Tensor:
+    def run(
+        self,
+        microbatches: Sequence[Microbatch],
+        items: Any,
+        trains: bool,
+        begins: Callable[[], None] | None = None,
+    ) -> Tensor:
         """Collective: what `forward_backward` does, or with `trains` False `loss`, of rows that are cut already.
 
         Args:
             microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks.
             items: by which the losses' sum is divided, a number or one value.
             trains: whether there is a backward.
+            begins: called before each forward and backward of a microbatch through a stage of this rank, such as to
+                let the host wait for the device.
 
         Raises:
             RuntimeError: as `forward_backward` does.
@@ -239,7 +248,7 @@ class PipelineParallel:
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
         at = torch.arange(self.microbatches)
-        with self.begun(microbatches, items) as own, _as_it_was():
+        with self.begun(microbatches, items, begins) as own, _as_it_was():
             last = own[-1]
             schedule.step(
                 *((tokens,) if own[0].is_first else ()),
@@ -254,7 +263,12 @@ class PipelineParallel:
         return total[0]
 
     @contextmanager
-    def begun(self, microbatches: Sequence[Microbatch], items: Any) -> Iterator[list[Stage]]:
+    def begun(
+        self,
+        microbatches: Sequence[Microbatch],
+        items: Any,
+        begins: Callable[[], None] | None = None,
+    ) -> Iterator[list[Stage]]:
         """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, at)`.
 
         Masks are those of one process. Arguments are those of `run`.
@@ -266,7 +280,7 @@ class PipelineParallel:
         replays = any("forward" in vars(layer) for layer in self.layers.values())
         draws = Draws(slots, own, self.microbatches, self.offsets, replays)
         for stage in self._own:
-            stage.begin(Batch(microbatches, items, self.loss_chunk), draws)
+            stage.begin(Batch(microbatches, items, self.loss_chunk, begins), draws)
         try:
             yield self._own
         finally:
@@ -475,22 +489,3 @@ def _as_it_was() -> Iterator[None]:
 def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:
     """The last stage's output, for torch to run backward from."""
     return loss
-
-
-def _microbatches(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Microbatch]:
-    tokens = inputs["input_ids"]
-    others: list[dict[str, Any]] = [{} for _ in range(n)]
-    for name in _ROWS:
-        x = inputs.get(name)
-        if x is not None:
-            parts = [x] * n if len(x) == 1 and len(tokens) > 1 else x.chunk(n)
-            for each, part in zip(others, parts, strict=True):
-                each[name] = part
-    starts = inputs.get("cu_seq_lens_q")
-    if starts is not None:
-        own = tokens.numel() // n
-        longest = min(inputs.get("max_length_q") or own, own)
-        for i, each in enumerate(others):
-            each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)
-            each["max_length_q"] = longest
-    return [*map(Microbatch, tokens.chunk(n), wanted.chunk(n), others)]

@@ -9,7 +9,7 @@ takes the first layer's place, so that whatever the model does to its embedding 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, skip_slots
 
+ROWS = ("position_ids", "attention_mask")  # inputs that are cut by rows
 # of a module: its numbers, and the states that all layers share
 _KEPT = (str, int, float, bool, type(None), FP8State, PhiloxState, PhiloxStates)
 
@@ -89,6 +90,26 @@ class Microbatch(NamedTuple):
     inputs: dict[str, Any]
 
 
+def microbatches_of(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Microbatch]:
+    """`n` of whole rows: labels `wanted` [B, S], and a pipeline's `inputs`."""
+    tokens = inputs["input_ids"]
+    others: list[dict[str, Any]] = [{} for _ in range(n)]
+    for name in ROWS:
+        x = inputs.get(name)
+        if x is not None:
+            parts = [x] * n if len(x) == 1 and len(tokens) > 1 else x.chunk(n)
+            for each, part in zip(others, parts, strict=True):
+                each[name] = part
+    starts = inputs.get("cu_seq_lens_q")
+    if starts is not None:
+        own = tokens.numel() // n
+        longest = min(inputs.get("max_length_q") or own, own)
+        for i, each in enumerate(others):
+            each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)
+            each["max_length_q"] = longest
+    return [*map(Microbatch, tokens.chunk(n), wanted.chunk(n), others)]
+
+
 class Batch(NamedTuple):
     """What all stages read of one step.
 
@@ -96,11 +117,13 @@ class Batch(NamedTuple):
         microbatches: of the step.
         items: fp32 [], by which the losses' sum is divided.
         chunk: number of tokens whose logits exist at the same time.
+        begins: called before each forward and backward of a microbatch through a stage; None calls nothing.
     """
 
     microbatches: Sequence[Microbatch]
     items: Tensor
     chunk: int
+    begins: Callable[[], None] | None = None
 
 
 class Places(NamedTuple):
@@ -172,6 +195,8 @@ class Stage(nn.Module):
         """
         index, batch = int(at), self._batch
         own = batch.microbatches[index]
+        if batch.begins is not None:
+            batch.begins()
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
         if not self.is_first:
             self.entry.hidden = x
@@ -183,10 +208,23 @@ class Stage(nn.Module):
                 self.entry.hidden = None
         hidden: Tensor = found.last_hidden_state
         if not self.is_last:
-            return hidden.contiguous()
+            return _announced(hidden.contiguous(), batch.begins)
         loss = sum_of_losses(self.model, hidden, own.labels, batch.chunk) / batch.items
         self.losses.append(loss.detach().reshape(1))
-        return loss[None].clone()  # torch detaches it in place, which a view is not
+        # torch detaches it in place, which a view is not
+        return _announced(loss[None].clone(), batch.begins)
+
+
+def _announced(found: Tensor, begins: Callable[[], None] | None) -> Tensor:
+    """A stage's output, whose backward calls `begins` first."""
+    if begins is not None and found.requires_grad:
+        call = begins  # for mypy
+
+        def before(grad: Tensor) -> None:
+            call()
+
+        found.register_hook(before)
+    return found
 
 
 class Draws:

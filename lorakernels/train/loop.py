@@ -9,8 +9,8 @@
     7 schedule    the learning rate, a function of the step number
 
 Stages 2 to 6 launch kernels and wait for none, unless the optimizer is one that no graph can hold, or steps over
-several ranks are long. The values that change from step to step (tokens, learning rate) are on the device. The stages
-are therefore one function, which a runtime may capture.
+several ranks are long, as the first one may be. The values that change from step to step (tokens, learning rate) are
+on the device. The stages are therefore one function, which a runtime may capture.
 
 The loss is divided by the trained tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four,
 are the same step, however the padding falls.
@@ -44,14 +44,14 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, PackedRows, RowOrder
 from lorakernels.train.parts import Parts
 from lorakernels.train.pipeline import Stages
-from lorakernels.train.ranks import STEP, Ranks
+from lorakernels.train.ranks import STEP, Ranks, wait_for
 from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import make_schedule
 
 # buffers of layers that OLoRA or PiSSA started from their base weight
 INITIAL = (".lora_A_init", ".lora_B_init")
-# Seconds of a step from which on its sums wait for the device. NCCL's timeout counts from the launch of a collective,
-# and the host launches a replayed step in far less time than it takes.
+# Seconds of a step from which on the host waits for the device before each forward, backward and sum. NCCL's timeout
+# counts from the launch of a collective, and the host launches a step in far less time than it takes.
 LONG = STEP.total_seconds() / 12
 
 
@@ -99,12 +99,6 @@ class StepResult:
     stop: bool = False  # whether any rank was asked to stop
 
 
-def wait_for(device: torch.device) -> None:
-    """Until the device has done what was launched; not while a graph is captured."""
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).synchronize()
-
-
 class Trainer:
     """Model, optimizer, data order and counters of one run; ``step()`` does the work.
 
@@ -139,7 +133,7 @@ class Trainer:
         )
         self.schedule = make_schedule(options, self.steps)
         self.counters = Counters()
-        self._seconds = 0.0  # of the step before
+        self._seconds = math.inf  # of the step before; the first one may be long
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._next: tuple[int, Future[StepRows]] | None = None
         self._ready: tuple[int, StepRows] | None = None
@@ -200,14 +194,18 @@ class Trainer:
             [Batch.of(tensors, self.rows.longest) for tensors in batches]
         )
         adder = self.ranks if self.parts is None else self.parts
-        if self._seconds >= LONG and self.ranks.size > 1:
-            wait_for(self.device)
+        self._keep_near()
         gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
         if self.fp8_state is not None:
             self.fp8_state.reduce_and_update()
         return loss, norm
+
+    def _keep_near(self) -> None:
+        """In long steps over several ranks, let the host wait until the device has done what was launched."""
+        if self._seconds >= LONG and self.ranks.size > 1:
+            wait_for(self.device)
 
     def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
         """Forward and backward of all microbatches. Returns this rank's part of the step's loss, an fp32 scalar."""
@@ -217,7 +215,9 @@ class Trainer:
         for number, batch in enumerate(batches):
             if self.runtime is not None:
                 self.runtime.begin_microbatch()
+            self._keep_near()
             micro = mean_loss(self.model, batch, self.options, self.items, self.head8)
+            self._keep_near()
             micro.backward()
             if self.runtime is not None:
                 self.runtime.end_microbatch(last=number == len(batches) - 1)
@@ -228,7 +228,7 @@ class Trainer:
         """The same, where microbatches run through the stages of several ranks."""
         if self.runtime is not None:
             self.runtime.begin_microbatch()
-        loss = stages.forward_backward(batches, self.items)
+        loss = stages.forward_backward(batches, self.items, self._keep_near)
         for number in range(len(batches)):
             if self.runtime is not None:
                 self.runtime.end_microbatch(last=number == len(batches) - 1)
@@ -421,6 +421,8 @@ def evaluate(
         batches, total = iter(()), stages.evaluate(rows, device)
     for whole, counts in rounds(batches, ranks):
         batch = own_part(whole, context, options.isolate_documents)
+        if ranks.size > 1:  # its collectives must not be launched long before the device is there
+            wait_for(device)
         loss = summed_loss(model, batch.to(device), options.loss_chunk, options.isolate_documents)
         if counts and ranks.counts:
             total[0] += loss

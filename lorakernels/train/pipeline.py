@@ -8,9 +8,10 @@ hold all of them, in the order of one process, so that a run goes on with anothe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from lorakernels.train.optimizers import groups, numbers
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, Batch, PackedRows
 from lorakernels.train.parts import Parts
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.ranks import Ranks, wait_for
 
 
 class Stages(Parts):
@@ -48,16 +49,24 @@ class Stages(Parts):
             named = pipeline.model.named_parameters()
             self.trained = {n: p for n, p in named if p.requires_grad}
 
-    def forward_backward(self, batches: Sequence[Batch], items: Tensor) -> Tensor:
-        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others."""
-        loss = self._run(batches, items, True)
+    def forward_backward(
+        self, batches: Sequence[Batch], items: Tensor, begins: Callable[[], None]
+    ) -> Tensor:
+        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others.
+
+        `begins` is called before each forward and backward of a microbatch.
+        """
+        loss = self._run(batches, items, True, begins)
         return loss if self.replica.first else torch.zeros_like(loss)
 
     def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
         """Sum of the token losses of so many batches as the pipeline has microbatches."""
-        return self._run(batches, torch.ones((), device=batches[0].labels.device), False)
+        device = batches[0].labels.device
+        return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
 
-    def _run(self, batches: Sequence[Batch], items: Tensor, trains: bool) -> Tensor:
+    def _run(
+        self, batches: Sequence[Batch], items: Tensor, trains: bool, begins: Callable[[], None]
+    ) -> Tensor:
         decoder, _ = decoder_and_head(self.pipeline.model)
         isolate = self.options.isolate_documents
         cut = [
@@ -65,7 +74,7 @@ class Stages(Parts):
             for b in batches
         ]
         with contextlib.nullcontext() if isolate else no_mask(decoder):
-            return self.pipeline.run(cut, items, trains)
+            return self.pipeline.run(cut, items, trains, begins)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         square = torch.nn.utils.get_total_norm(gradients).float().square()

@@ -29,6 +29,12 @@ STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
 _T = TypeVar("_T")
 
 
+def wait_for(device: torch.device) -> None:
+    """Until the device has done what was launched; not while a graph is captured."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among `size` processes. By default it is alone, and no method communicates.

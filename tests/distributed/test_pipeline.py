@@ -341,6 +341,39 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
             assert text in found[name], (name, found[name])
 
 
+def announced(rank: int, device: torch.device) -> list[list[str]]:
+    """What happened in a step and in an evaluation: forwards and backwards of the stage, and calls of `begins`."""
+    way, log = Way("", microbatches=4), []  # type: ignore[var-annotated]
+    model = make(way, device)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    cut = pipeline_parallel(model, mesh["pp"], microbatches=4)
+
+    def seen(module: nn.Module, args: Any, out: Any) -> None:
+        log.append("forward")
+        hidden = out if isinstance(out, Tensor) else out[0]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: log.append("backward"))
+
+    model.get_submodule(next(iter(cut.stages[rank]))).register_forward_hook(seen)
+    labels, inputs = batch(0, way, device)
+    parts = stages.microbatches_of(labels, inputs, 4)
+    found = []
+    for trains in (True, False):
+        log.clear()
+        with nullcontext() if trains else torch.no_grad():
+            cut.run(parts, 1.0, trains, lambda: log.append("begins"))
+        found.append([*log])
+    return found
+
+
+def test_each_forward_and_backward_of_a_stage_is_announced() -> None:
+    """So that the host can wait there: NCCL's timeout of a send counts from its launch."""
+    for step, evaluation in on_ranks(announced, 2, "gloo"):
+        assert step[::2] == ["begins"] * 8
+        assert sorted(step[1::2]) == ["backward"] * 4 + ["forward"] * 4
+        assert evaluation == ["begins", "forward"] * 4
+
+
 def memory(rank: int, device: torch.device, fused: bool) -> list[bool]:
     """Of each layer, whether some of its weights' memory is there."""
     model = make(Way("", fp8=True), device)

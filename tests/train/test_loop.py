@@ -68,30 +68,73 @@ class Recording(Ranks):
         said.append("sum")
         return [p.grad for p in parameters if p.grad is not None]
 
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
 
 said: list[str] = []
 
 
-@pytest.mark.parametrize(("size", "seconds"), [(2, 0.9), (2, 1.1), (1, 1.1)])
-def test_sums_of_long_steps_wait_for_the_device(
-    size: int, seconds: float, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+def keep_a_record(
+    trainer: Trainer, size: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL gives up 60 s after a sum was launched, and a replayed step is launched long before the device is there."""
-    made, clock = trainer(batch_size=1), [0.0]
-    made.ranks = Recording(0, size)
+    """In `said`: waits for the device, forwards, backwards and sums. A step takes `seconds` times LONG."""
+    clock, real = [0.0], loop.mean_loss
+    trainer.ranks, trainer.rows_per_step = Recording(0, size), size * trainer.rows_per_step
     monkeypatch.setattr(loop, "wait_for", lambda device: said.append("wait"))
 
     def later() -> float:
         clock[0] += seconds * loop.LONG
         return clock[0]
 
+    def forward(*args: Any) -> torch.Tensor:
+        said.append("forward")
+        loss = real(*args)
+        loss.register_hook(lambda _: said.append("backward"))
+        return loss
+
     monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=later))
+    monkeypatch.setattr(loop, "mean_loss", forward)
     said.clear()
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(2, 0.9), (2, 1.1), (1, 1.1)])
+def test_the_host_stays_near_the_device_in_long_steps(
+    size: int, seconds: float, trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL gives up 60 s after a collective was launched. Nobody knows how long the first step takes."""
+    made = trainer(batch_size=1, grad_accum=2)
+    keep_a_record(made, size, seconds, monkeypatch)
     for _ in range(2):
         made.step()
     made.close()
-    assert said == ["sum", *["wait"] * (size == 2 and seconds > 1), "sum"]
+    step = ["forward", "backward"] * 2 + ["sum"]
+    near = [each for work in step for each in ("wait", work)]
+    first, second = size == 2, size == 2 and seconds > 1
+    assert said == [*(near if first else step), *(near if second else step)]
     assert STEP.total_seconds() > 2 * loop.LONG
+
+
+def test_stages_and_evaluations_over_ranks_stay_near_the_device(
+    trainer: MakeTrainer, rows: PackedRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(batch_size=1)
+    keep_a_record(made, 2, 1.1, monkeypatch)
+
+    def through_stages(batches: Any, items: Any, begins: Callable[[], None]) -> torch.Tensor:
+        begins()
+        said.append("stages")
+        return torch.zeros(())
+
+    made.stages = SimpleNamespace(forward_backward=through_stages)  # type: ignore[assignment]
+    made.step()
+    made.close()
+    assert said == ["wait", "stages", "wait", "sum"]
+    for size in (1, 2):
+        said.clear()
+        evaluate(made.model, rows, made.options, Recording(0, size))
+        own = len(rows) // size  # one row a batch
+        assert said == ["wait"] * own * (size > 1)
 
 
 def gradients(trainer: Trainer) -> tuple[dict[str, torch.Tensor], float]:
