@@ -8,7 +8,7 @@ token. Our step also updates the FP8 scales, once, and advances the random state
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -236,7 +236,6 @@ class Ours(Training):
     fp8 = True
     dropout = P
     seed = 1
-    saves: Sequence[str] = ()
     recipe: Recipe = DelayedScaling()
 
     def __init__(

@@ -338,7 +338,8 @@ def candidates(
 
     Where none does, a plan for each that also splits embedding and head. `optimizer` is the placement's.
     """
-    for embeddings in (False, True)[:gpus]:
+    can_split = [False, True] if gpus > 1 else [False]  # one GPU has nobody to split them with
+    for embeddings in can_split:
         end = Placement(gpus, embeddings=embeddings, optimizer=optimizer)
         if found := _candidates(model, batch, machine, end, host):
             return found
