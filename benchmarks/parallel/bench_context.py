@@ -13,6 +13,8 @@ is sharded over all ranks. Ways:
     cp, documents N  the same row packed with documents of N tokens
 
 A long step of 70B takes about a minute. So only "alone" warms up with all layers, and the others with the first two.
+Rank 0 says the seconds of loading and of each warm-up, and of each step as it ends where steps take more than a second.
+Such steps end early when `--budget-s` is over, and the row says how many there were.
 
     tokens/s         of all GPUs together, by the slowest one
     TFLOP/s          of a GPU: 4 FLOPs a frozen weight and token, 6 a trained one, and 12 · heads · D for each layer and
@@ -63,6 +65,7 @@ from lorakernels.parallel.plan_size import ModelSize
 from lorakernels.parallel.plan_time import Batch
 
 SAVE = "checkpoint"
+LONG = 1.0  # seconds of a step from which on each is said as it ends
 LOSS_TOLERANCE = 0.02  # other masks, and other tokens
 ALONE, AS_LONG, CP = "alone", "alone, as long", "cp"
 COLUMNS = (
@@ -162,10 +165,12 @@ class Rows(Ours):
 
 
 class Bench:
-    """All rows of one model, on this rank."""
+    """All rows of one model, on this rank, until `end` by time.perf_counter."""
 
-    def __init__(self, spec: Spec, args: argparse.Namespace, device: torch.device) -> None:
-        self.device, self.args, self.world = device, args, dist.get_world_size()
+    def __init__(
+        self, spec: Spec, args: argparse.Namespace, device: torch.device, end: float
+    ) -> None:
+        self.device, self.args, self.world, self.end = device, args, dist.get_world_size(), end
         self.mesh = init_device_mesh(device.type, (self.world,), mesh_dim_names=("cp",))["cp"]
         longest = max(args.alone, args.length // self.world)
         self.spec = replace(spec, length=longest)
@@ -215,15 +220,15 @@ class Bench:
         plan = self._predicted(way)
         self.say(f"{way.name}: predicted {plan.step:.2f} s, {plan.bytes.peak / 2**30:.1f} GiB")
         self.rows.begin(way)
+        began = time.perf_counter()
         self.warm_up(way)
+        synchronize(self.device)
+        self.say(f"{way.name}: warmed up in {time.perf_counter() - began:.1f} s")
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        losses: list[Tensor] = []
         energy = joules(self.device)
-        samples = step_seconds(
-            lambda i: losses.append(self.rows.step(self.ids(way, i))), often, self.device
-        )
+        samples, losses = self.timed(way, often)
         synchronize(self.device)
         energy = (joules(self.device) - energy) / len(samples)
         seconds = largest(sum(samples), self.device) / len(samples)
@@ -254,6 +259,34 @@ class Bench:
         }
         self.say(str(row))
         return row
+
+    def timed(self, way: Way, often: int) -> tuple[list[float], list[Tensor]]:
+        """Collective: seconds and losses of `often` steps, or of fewer long ones if the time is over."""
+        losses: list[Tensor] = []
+        samples: list[float] = []
+
+        def take(count: int) -> None:
+            done = len(losses)
+            samples.extend(
+                step_seconds(
+                    lambda i: losses.append(self.rows.step(self.ids(way, done + i))),
+                    count,
+                    self.device,
+                )
+            )
+
+        take(1)
+        if largest(samples[0], self.device) <= LONG:
+            take(often - 1)
+            return samples, losses
+        self._say_step(way, samples)
+        while len(samples) < often and time_left(self.end, self.device):
+            take(1)
+            self._say_step(way, samples)
+        return samples, losses
+
+    def _say_step(self, way: Way, samples: list[float]) -> None:
+        self.say(f"{way.name}: step {len(samples)} took {samples[-1]:.2f} s")
 
     def warm_up(self, way: Way) -> None:
         """Kernels are compiled and chosen. Adapters are as before."""
@@ -358,7 +391,7 @@ def main() -> int:
 
 def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
     spec = SPECS[args.model or ("70b" if device.type == "cuda" else "tiny")]
-    bench = Bench(spec.cut(args.layers) if args.layers else spec, args, device)
+    bench = Bench(spec.cut(args.layers) if args.layers else spec, args, device, end)
     rows: list[Row] = []
     ways, facts = bench.ways(), environment(device)
     for way in ways:

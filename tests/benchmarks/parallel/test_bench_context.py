@@ -39,6 +39,33 @@ def test_ranks_alone_have_the_scales_of_all(
     assert groups == [1] * 4  # before the first step, two steps to warm up, and one
 
 
+@pytest.mark.parametrize("seconds", [0.9, 1.1], ids=["short", "long"])
+def test_long_steps_are_said_one_by_one_and_end_in_time(
+    seconds: float, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time is left for one more step. A run of short ones is timed as before."""
+    bench = load("parallel.bench_context")
+    left, said, counts = [True, False], [], []  # type: ignore[var-annotated]
+
+    def step_seconds(step: Any, often: int, device: Any) -> list[float]:
+        counts.append(often)
+        return [[step(i), seconds][1] for i in range(often)]
+
+    monkeypatch.setattr(bench, "step_seconds", step_seconds)
+    monkeypatch.setattr(bench, "time_left", lambda end, device: left.pop(0))
+    monkeypatch.setattr(bench, "largest", lambda value, device: value)
+    made = object.__new__(bench.Bench)
+    made.device, made.end, made.say = None, 0.0, said.append
+    made.rows, made.ids = SimpleNamespace(step=lambda ids: ids), lambda way, number: number
+    samples, losses = made.timed(bench.Way("cp", 8, 8, 2), 4)
+    assert losses == [*range(len(samples))]  # each step has text of its own
+    if seconds < 1:
+        assert (counts, said, left) == ([1, 3], [], [True, False])
+    else:
+        assert counts == [1, 1] and len(samples) == 2
+        assert said == ["cp: step 1 took 1.10 s", "cp: step 2 took 1.10 s"]
+
+
 def test_flops_of_a_gpu_are_those_by_hand(load: Load) -> None:
     """Two documents of 4 tokens over 2 GPUs: each has 4 tokens, and half of the 2 · (1 + 2 + 3 + 4) pairs."""
     bench = load("parallel.bench_context")
