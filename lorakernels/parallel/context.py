@@ -279,9 +279,9 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
 
     Raises:
         TypeError: the model has no config of transformers.
-        ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a sliding window,
-            capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are split over the
-            same ranks. All ranks raise, and nothing is changed.
+        ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a
+            sliding window, capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are
+            split over the same ranks. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
