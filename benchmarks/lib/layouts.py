@@ -29,9 +29,8 @@ from lorakernels.parallel.plan_time import Batch
 
 KINDS = ("alone", "dp", "sharded", "tp", "cp")
 VARIANTS = ("eager", "in turn", "not fused", "frozen")
-EXCHANGED = (
-    8  # bytes for each element of [tokens, hidden]: split layers' rows on their way between ranks
-)
+# bytes for each element of [tokens, hidden]: split layers' rows on their way between ranks
+EXCHANGED = 8
 
 
 @dataclass(frozen=True)

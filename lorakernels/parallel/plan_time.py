@@ -225,9 +225,8 @@ def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
 
 def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
     """AdamW, or ShardedAdamW over several `ranks`, whose copies in and out of its buffer are of all gradients."""
-    copied = (
-        28 if ranks > 1 else 0
-    )  # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
+    # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
+    copied = 28 if ranks > 1 else 0
     return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 

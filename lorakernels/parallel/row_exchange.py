@@ -193,9 +193,7 @@ class PeerRows:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
         key = tuple(forms)
         found = self._views.pop(key, None) or self._lay_out(forms)
-        self._views[key] = (
-            found  # behind all others: the first is the one that was not used for longest
-        )
+        self._views[key] = found  # behind all others, so that the first was not used for longest
         if len(self._views) > MOST_VIEWS:
             del self._views[next(iter(self._views))]
         return found
@@ -361,29 +359,31 @@ def row_exchange(
     transport: str,
     group: Any,
     device: torch.device,
-    overlap: bool = False,
-    needed: bool = False,
+    overlap: bool | None = False,
 ) -> tuple[RowExchange, str]:
-    """Collective: (how ranks exchange rows, why in words). With `overlap` beside products, where that gains time.
+    """Collective: (how ranks exchange rows, why in words).
+
+    With `overlap` None, rows travel beside products where all ranks can do so and it gains time. True refuses where not
+    all can.
 
     Raises:
-        ValueError: `overlap` is `needed`, and not all ranks can read the others' memory, or have Hopper's kernels; or
-            as `comm.choose`.
+        ValueError: `overlap` is True, and not all ranks can read the others' memory, or have Hopper's kernels; or as
+            `comm.choose`.
         RuntimeError: as `comm.choose`.
     """
     name, why = comm.choose(transport, group, device)
     if name == "peer" and dist.get_world_size(group) > MOST_PARTS:
         name, why = "nccl", f"more than {MOST_PARTS} ranks"
     if name != "peer":
-        if needed:
+        if overlap:
             raise ValueError(
                 f"overlap=True needs ranks that read each other's memory, found transport {name!r}: {why}"
             )
         return CollectiveRows(group, name), why
-    if not overlap:
+    if overlap is False:
         return PeerRows(group, device), why
     multiprocessors, why_not = _of_all(group, device)
-    if why_not and needed:
+    if why_not and overlap:
         raise ValueError(f"overlap=True needs Hopper's kernels on all ranks: {why_not}")
     how = f"not beside products: {why_not}" if why_not else "beside products of fused FP8 layers"
     return PeerRows(group, device, multiprocessors), f"{why}; {how}"

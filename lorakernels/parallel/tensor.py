@@ -307,8 +307,8 @@ def parallelize(
         mine = fingerprint(model, found, sequence_parallel) | {"overlap": overlap}
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
-    beside = sequence_parallel if overlap is None else overlap
-    ranks.rows, why = row_exchange(transport, ranks.group, device, beside, overlap is True)
+    beside = overlap if sequence_parallel else False
+    ranks.rows, why = row_exchange(transport, ranks.group, device, beside)
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:

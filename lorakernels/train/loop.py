@@ -51,7 +51,8 @@ from lorakernels.train.schedule import make_schedule
 # buffers of layers that OLoRA or PiSSA started from their base weight
 INITIAL = (".lora_A_init", ".lora_B_init")
 # Seconds of a step from which on the host waits for the device before each forward, backward and sum. NCCL's timeout
-# counts from the launch of a collective, and the host launches a step in far less time than it takes.
+# counts from the launch of a collective, and the host launches a step in far less time than it takes. A twelfth of it
+# leaves room for a step that takes much longer than the one before, by which this is decided.
 LONG = STEP.total_seconds() / 12
 
 

@@ -21,10 +21,8 @@ import torch.distributed as dist
 
 RUN = timedelta(days=365)  # longer than any run
 GRACE = 5.0  # seconds in which this rank may end by itself, with a message of its own
-ENDED, LOST = (
-    0.0,
-    1.0,
-)  # what a rank tells the one after it: all end together, or one of them has ended
+# what a rank tells the one after it: all end together, or one of them has ended
+ENDED, LOST = 0.0, 1.0
 
 
 class Watch:

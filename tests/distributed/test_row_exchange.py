@@ -99,8 +99,8 @@ def by_collectives(rank: int, device: torch.device) -> list[str]:
     rows, why = row_exchange("auto", dist.group.WORLD, device)
     assert isinstance(rows, CollectiveRows) and rows.name == "gloo" and why
     with pytest.raises(ValueError, match=r"overlap=True needs ranks .* found transport 'gloo'"):
-        row_exchange("auto", dist.group.WORLD, device, overlap=True, needed=True)
-    beside, _ = row_exchange("auto", dist.group.WORLD, device, overlap=True)
+        row_exchange("auto", dist.group.WORLD, device, overlap=True)
+    beside, _ = row_exchange("auto", dist.group.WORLD, device, overlap=None)
     assert isinstance(beside, CollectiveRows)
     return [
         f"{dtype} {w}"
@@ -143,17 +143,17 @@ def test_tensors_in_the_ranks_memory_are_kept_for_the_last_exchanges_only(
 
 
 @pytest.mark.parametrize(
-    ("others", "needed", "said"),
+    ("others", "overlap", "said"),
     [
-        ((120, ""), False, "beside products of fused FP8 layers"),
+        ((120, ""), None, "beside products of fused FP8 layers"),
         ((120, ""), True, "beside products of fused FP8 layers"),
-        ((108, "no wgmma"), False, "not beside products: rank 1: no wgmma"),
+        ((108, "no wgmma"), None, "not beside products: rank 1: no wgmma"),
         ((108, "no wgmma"), True, None),
     ],
     ids=["Hopper", "Hopper, needed", "another GPU", "another GPU, needed"],
 )
 def test_all_ranks_exchange_beside_products_or_none(
-    others: tuple[int, str], needed: bool, said: str | None, monkeypatch: pytest.MonkeyPatch
+    others: tuple[int, str], overlap: bool | None, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one rank would read rows where another did not write them."""
     module, mine = row_exchange_module, (132, "")
@@ -168,9 +168,9 @@ def test_all_ranks_exchange_beside_products_or_none(
     device = torch.device("cuda", 0)
     if said is None:
         with pytest.raises(ValueError, match=r"overlap=True needs Hopper's kernels .* rank 1: no"):
-            row_exchange("auto", None, device, True, needed)
+            row_exchange("auto", None, device, overlap)
         return
-    rows, why = row_exchange("auto", None, device, True, needed)
+    rows, why = row_exchange("auto", None, device, overlap)
     assert why == f"peers; {said}"
     asked: list[int] = []
     assert rows.beside(1.0, lambda count: asked.append(count) or 2.0) is None

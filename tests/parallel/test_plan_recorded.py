@@ -45,9 +45,8 @@ class Case(NamedTuple):
     cut: tuple[int, int] | None = None  # layers and sequences, where they are not those of SPECS
     machine: str = "H200"
     cp: int = 1  # ranks that share a row
-    tokens: tuple[int, int] | None = (
-        None  # sequences and their length, where they are not those of SPECS
-    )
+    # sequences and their length, where they are not those of SPECS
+    tokens: tuple[int, int] | None = None
     rank: int = RANK
     optimizer: bool = False  # AdamW's state is split over the ranks
 
