@@ -13,8 +13,8 @@ W in forward, and `grad_x` in backward; linear_rows.py has them for some rows. T
 the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled_plan.py.
 
 `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two ops, if all
-three can (`hands_mask_over`). Otherwise each of those two draws it. dy B is computed first: it is rank-sized, so no
-[N, K] product is ever formed.
+three can (`hands_mask_over`). Otherwise each of those two draws it. Over ranks a kernel of its own draws it for both.
+dy B is computed first: it is rank-sized, so no [N, K] product is ever formed.
 
 With one mask for all, n projections are one of rank ΣR. Each W_i keeps its own scale. Forward multiplies columns by
 their own scale_inv [ΣN]. Backward takes dy'_i = m_i dy_i with m_i = scale_inv_i / max_j scale_inv_j. So one

@@ -15,7 +15,7 @@ from lorakernels.autograd.linear import Projections
 from lorakernels.kernels import tune
 from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into
-from lorakernels.values import Scaled, Up, Weight
+from lorakernels.values import Dropout, Scaled, Up, Weight
 
 # seconds for each 128 × 128 × 1 of a product on an H100 or H200: it is 4.5 ns at 1,103 TFLOP/s, and
 # 5.4 ns at 861 (docs/performance.md).
@@ -44,9 +44,14 @@ def slower_in_pieces(
     return sum(map(seconds, each)) - seconds(sum(each))
 
 
-def masks_at(to: Projections, row0: int) -> Projections:
-    """`to` with masks for rows that begin at `row0` of its own."""
-    return to._replace(masks=tuple(m and m._replace(row0=m.row0 + row0) for m in to.masks))
+def masks_at(to: Projections, rows: slice) -> Projections:
+    """`to` with its masks of these of its own rows."""
+
+    def of(mask: Dropout) -> Dropout:
+        bits = None if mask.dropped is None else mask.dropped[rows]
+        return mask._replace(row0=mask.row0 + rows.start, dropped=bits)
+
+    return to._replace(masks=tuple(mask and of(mask) for mask in to.masks))
 
 
 def project_rows(
@@ -66,7 +71,7 @@ def project_rows(
 def grad_rows(dx: Tensor, rows: slice, dy8: Scaled, ds: Tensor | None, to: Projections) -> None:
     """Write the `rows` of dx [M, K]. `dy8` and `ds` have these alone, and `to` has the masks of all."""
     lora_A = to.lora_A
-    mask = masks_at(to, rows.start).masks[0] if to.masks else None
+    mask = masks_at(to, rows).masks[0] if to.masks else None
     d = ds if lora_A is not None else None
     spec = to.spec
     fp8_grad_input_into(

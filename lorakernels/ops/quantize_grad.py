@@ -331,7 +331,7 @@ def drawn_beside_by_csrc(
     side: SideBySide | None = None,
 ) -> ResultsAndMask:
     """One kernel of csrc, which draws the mask, too."""
-    dropped = _empty_mask(dy, cols)
+    dropped = dy.new_empty((len(dy), dropped_words(cols)), dtype=torch.int32)
     mask = dropout._replace(dropped=dropped)
     return *by_csrc(dy, up, scaling, fp8_dtype, side, mask, cols), dropped
 
@@ -346,19 +346,17 @@ def drawn_apart_by_csrc(
     side: SideBySide | None = None,
 ) -> ResultsAndMask:
     """csrc's kernel, and another one for the mask."""
-    return *by_csrc(dy, up, scaling, fp8_dtype, side), _drawn_bits(dy, dropout, cols)
+    return *by_csrc(dy, up, scaling, fp8_dtype, side), drawn_bits(dropout, len(dy), cols)
 
 
-def _empty_mask(dy: Tensor, cols: int) -> Tensor:
-    return dy.new_empty((len(dy), dropped_words(cols)), dtype=torch.int32)
-
-
-def _drawn_bits(dy: Tensor, dropout: Dropout, cols: int) -> Tensor:
-    """The mask's bits, drawn by a kernel that does nothing else."""
-    if not _drawn_by_csrc(dropout) or why_not_csrc(capability_of(dy.device)):
-        return dropped_bits(drawn_mask(dropout, len(dy), cols))
-    dropped = _empty_mask(dy, cols)
-    extension().dropped_bits(dropped, Sizes(len(dy), cols), dropout, where(dy))
+def drawn_bits(dropout: Dropout, rows: int, cols: int) -> Tensor:
+    """int32 [rows, dropped_words(cols)]: the mask's bits, drawn by a kernel that does nothing else."""
+    slot = dropout.slot
+    by_csrc = slot.is_cuda and _drawn_by_csrc(dropout)
+    if not by_csrc or why_not_csrc(capability_of(slot.device)):
+        return dropped_bits(drawn_mask(dropout, rows, cols))
+    dropped = slot.new_empty((rows, dropped_words(cols)), dtype=torch.int32)
+    extension().dropped_bits(dropped, Sizes(rows, cols), dropout, where(slot))
     return dropped
 
 
@@ -431,7 +429,7 @@ def drawn_apart_by_torch(
     side: SideBySide | None = None,
 ) -> ResultsAndMask:
     """PyTorch's kernels, and a kernel of csrc or PyTorch's for the mask."""
-    return *by_torch(dy, up, scaling, fp8_dtype, side), _drawn_bits(dy, dropout, cols)
+    return *by_torch(dy, up, scaling, fp8_dtype, side), drawn_bits(dropout, len(dy), cols)
 
 
 def chosen(place: Place) -> tuple[str, str]:

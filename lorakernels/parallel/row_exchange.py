@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,20 @@ MOST_VIEWS = 256
 # What an exchange beside a product gains between H100s, as bytes that a rank sends per second: their way over NVLink,
 # and copies on the GPU that a gather saves. What it costs in seconds: more launches, starts of the product's pipeline.
 GATHERED, SUMMED, START = 2.5e11, 5e11, 2e-5
+
+
+class Branch(NamedTuple):
+    """What is added to this rank's own rows of a sum, by the rank that has them.
+
+    Attributes:
+        factor: [ranks · M, R]. The product of the own rows is given its sum over the ranks.
+        partials: from this rank's rows of that sum, what is then summed over all rows, too.
+        form: shape and dtype of all `partials` in one tensor; None if there are none.
+    """
+
+    factor: Tensor
+    partials: Callable[[Tensor], list[Tensor]]
+    form: tuple[torch.Size, torch.dtype] | None
 
 
 class Beside(Protocol):
@@ -49,6 +63,15 @@ class Beside(Protocol):
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `RowExchange.sum` of the `rows` that `product(rows of a rank)` returns."""
+
+    def sum_with(
+        self, product: Callable[[slice, Tensor | None], Tensor], rows: int, branch: Branch
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(this rank's rows of the sum, `RowExchange.total` of the branch's partials).
+
+        `product(rows of a rank, None)` is called for the other ranks' rows, and last `product(own rows, factor)`, with
+        the own rows of the branch's factor, summed as by `RowExchange.sum`.
+        """
 
 
 class RowExchange(Protocol):
@@ -280,35 +303,71 @@ class _PeersBeside:
         factor: Tensor | None = None,
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        peers = self._peers
-        own, each = peers._rank, rows // peers._size
-        there: list[list[Tensor]] = []
-        sent = []  # until the copy engines have read them
-        for rank in peers._others:
-            part = product(slice(rank * each, (rank + 1) * each)).contiguous()
-            if not there:
-                there = self._places(part, factor)
-                peers._wait()  # until the others have added what was there
-                self._spread(there, factor)
-            self._send([(there[rank][0][own], part)])
-            sent.append(part)
-        mine = product(slice(own * each, (own + 1) * each)).contiguous()
-        self._join()
-        peers._wait()  # until they have written
-        parts = [mine if r == own else there[own][0][r] for r in range(peers._size)]
-        found = sum_rows(parts, None if added is None else added.contiguous(), mine.dtype)
+        forms = [] if factor is None else [self._of_a_rank(factor)]
+        there, sent = self._others_rows(product, rows, factor, forms)
+        found = self._own_rows(product(self._rows(rows)), there, added)
+        del sent
         if factor is None:
             return found, None
-        return found, sum_rows([*there[own][1]], None, factor.dtype)
+        return found, sum_rows([*there[self._peers._rank][1]], None, factor.dtype)
 
-    def _places(self, part: Tensor, factor: Tensor | None) -> list[list[Tensor]]:
-        """Each rank's memory for what all ranks write there: [ranks, M, N], and [ranks, M, R] of a factor."""
-        size = self._peers._size
-        forms = [(torch.Size([size, *part.shape]), part.dtype)]
-        if factor is not None:
-            shape = torch.Size([size, factor.shape[0] // size, *factor.shape[1:]])
-            forms.append((shape, factor.dtype))
-        return self._peers._memory(forms)
+    def sum_with(
+        self, product: Callable[[slice, Tensor | None], Tensor], rows: int, branch: Branch
+    ) -> tuple[Tensor, list[Tensor]]:
+        given, partials, form = branch
+        forms = [self._of_a_rank(given), *([] if form is None else [form])]
+        there, sent = self._others_rows(lambda at: product(at, None), rows, given, forms)
+        mine = there[self._peers._rank]
+        self._peers._wait()  # until the others' factors are here, which went ahead of their rows
+        factor = sum_rows([*mine[1]], None, given.dtype)
+        totals = partials(factor)
+        _lay_down(mine, totals)
+        found = self._own_rows(product(self._rows(rows), factor), there, None)
+        del sent
+        return found, _totals(there, totals)
+
+    def _rows(self, rows: int, turn: int = 0) -> slice:
+        """Of all `rows` those of the rank that is so many behind this one."""
+        peers, each = self._peers, rows // self._peers._size
+        rank = (peers._rank + turn) % peers._size
+        return slice(rank * each, (rank + 1) * each)
+
+    def _of_a_rank(self, factor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        """The form of what all ranks write for one of them."""
+        size, (rows, *others) = self._peers._size, factor.shape
+        return torch.Size([size, rows // size, *others]), factor.dtype
+
+    def _others_rows(
+        self,
+        product: Callable[[slice], Tensor],
+        rows: int,
+        factor: Tensor | None,
+        forms: list[tuple[torch.Size, torch.dtype]],
+    ) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """Multiply the other ranks' rows and begin to send them, `factor` first.
+
+        Returns each rank's memory, for rows [ranks, M, N] and what has the `forms`, and what copy engines still read.
+        """
+        peers, there, sent = self._peers, list[list[Tensor]](), list[Tensor]()
+        for turn, rank in enumerate(peers._others, 1):
+            part = product(self._rows(rows, turn)).contiguous()
+            if not there:
+                every = (torch.Size([peers._size, *part.shape]), part.dtype)
+                there = peers._memory([every, *forms])
+                peers._wait()  # until the others have added what was there
+                self._spread(there, factor)
+            self._send([(there[rank][0][peers._rank], part)])
+            sent.append(part)
+        return there, sent
+
+    def _own_rows(self, product: Tensor, there: list[list[Tensor]], added: Tensor | None) -> Tensor:
+        """The sum of the own rows, of which this rank has a `product`, when all ranks have sent theirs."""
+        peers, product = self._peers, product.contiguous()
+        self._join()
+        peers._wait()  # until they have written
+        own = peers._rank
+        parts = [product if r == own else there[own][0][r] for r in range(peers._size)]
+        return sum_rows(parts, None if added is None else added.contiguous(), product.dtype)
 
     def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:
         """Write each rank's rows of `factor` into its memory."""

@@ -7,6 +7,9 @@ gather one x8 and one s together, and so do gate and up. Many rows travel while 
     column       forward: multiply the own rows while the others' x8 comes, then those
                  backward: dx of each other rank's rows, which go there while that of the own rows is computed; then sum
     row          forward as column's backward, of y; backward as column's forward, of dy8
+
+A column's ds then goes ahead of dx. So each rank adds mask ⊙ (ds A) to its own rows alone, with the ds of all ranks,
+and its dA travels with dx. Where dx and dA both read a mask, its bits are drawn once, before them.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.device import capability_of
 from lorakernels.fusion.layer import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
+from lorakernels.ops.quantize_grad import drawn_bits, hands_mask_over
 from lorakernels.parallel import comm
-from lorakernels.parallel.row_exchange import GATHERED, SUMMED, Beside
+from lorakernels.parallel.row_exchange import GATHERED, SUMMED, Beside, Branch
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -181,26 +185,25 @@ class Split:
     ) -> Gradients:
         s, dtype_A, lora_B, stacked_B = adapters
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
-        dy8, ds, dB = self._quantized(to, dy, dy8, block, s if needs.B else None)
+        up = None if block is None else Up(block, s if needs.B else None, to.spec.scaling)
+        dy8, ds, dB = self._quantized(to, dy, dy8, up)
+        of_A, of_x = dtype_A if needs.A else None, dtype if needs.x else None
+
+        def drawn(to: Projections, rows: int) -> Projections:
+            return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
+
         if self.by == "row":
             if to.blocks is not None:  # bytes are less to send
                 dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
-            here = self.placed(to, dy.shape[0])
-            dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, dtype if needs.x else None)
+            rows = dy.shape[0]
+            here = drawn(self.placed(to, rows), rows * self.spread)
+            dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, of_x)
+            dA = [] if ds is None or of_A is None else linear.grad_A(here, ds, operand(), (of_A, 0))
         else:
-            dx, needed = None, ds if needs.A else None
-            if needs.x:
-                dx, ds = self._summed_grad(to, dy8, ds, needed, dtype)
-            else:
-                ds = summed_factor(self.ranks, needed)
-            here = to if ds is None else self.placed(to, ds.shape[0])
-        dA: list[Tensor | None] = [None] * len(lora_B)
-        if needs.A and ds is not None and dtype_A is not None:
-            found = linear.grad_A(here, ds, operand(), (dtype_A, 0))
-            dA = [*(found if self.by == "row" else summed_over_rows(self.ranks, *found))]
-        if dB is None:
-            return Gradients(dx, dA, [None] * len(lora_B))
-        return Gradients(dx, dA, linear.unstack_B(to, dB, len(lora_B)))
+            dx, dA = self._column_grads(to, dy8, ds, operand, drawn, (of_x, of_A))
+        none: list[Tensor | None] = [None] * len(lora_B)
+        found = linear.unstack_B(to, dB, len(lora_B)) if dB is not None else none
+        return Gradients(dx, [*dA] or none, found)
 
     def _gathered_grad(
         self,
@@ -226,50 +229,78 @@ class Split:
         ds = None if ds is None else next(found)
         return dx, ds, next(found, None)
 
-    def _summed_grad(
+    def _column_grads(
         self,
         to: Projections,
         dy8: Scaled,
         ds: Tensor | None,
-        needed: Tensor | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(this rank's rows of dx; of ds, if `needed`), summed over the ranks."""
+        operand: Callable[[], Scaled],
+        drawn: Callable[[Projections, int], Projections],
+        dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """(this rank's rows of dx; every dA), summed over the ranks, where they have a dtype in `dtypes`.
+
+        `drawn` is `_with_bits` of so many rows.
+        """
+        dtype, of_A = dtypes
         rows, cols = dy8.data.shape[0], to.weight.shape[1]
+        own = self.ranks.share(rows) if self.ranks.sequence else slice(0, rows)
+
+        def grads_A(here: Projections, ds: Tensor) -> list[Tensor]:
+            return [] if of_A is None else linear.grad_A(here, ds, operand(), (of_A, 0))
+
+        if dtype is None:
+            needed = None if of_A is None else summed_factor(self.ranks, ds)
+            found = [] if needed is None else grads_A(masks_at(to, own), needed)
+            return None, summed_over_rows(self.ranks, *found)
         beside = self._beside_sum(to, (rows, cols), dtype, backward=True)
         if beside is None:
-            return summed(self.ranks, linear.grad_x(to, dy8, ds, dtype), needed)
+            to = drawn(to, rows)
+            dx = linear.grad_x(to, dy8, ds, dtype)
+            dx, needed = summed(self.ranks, dx, None if of_A is None else ds)
+            found = [] if needed is None else grads_A(masks_at(to, own), needed)
+            return dx, summed_over_rows(self.ranks, *found)
+        here = drawn(masks_at(to, own), own.stop - own.start)
+        frozen = to._replace(lora_A=None, masks=())
 
-        def part(at: slice) -> Tensor:
-            d, factor = dy8._replace(data=dy8.data[at]), None if ds is None else ds[at]
-            return linear.grad_x(masks_at(to, at.start), d, factor, dtype)
+        def part(at: slice, factor: Tensor | None = None) -> Tensor:
+            d = dy8._replace(data=dy8.data[at])
+            return linear.grad_x(frozen if factor is None else here, d, factor, dtype)
 
-        return beside.sum(part, rows, needed)
+        if ds is None:
+            return beside.sum(part, rows)[0], []
+        form = None if of_A is None else (torch.Size([ds.shape[1] * cols]), of_A)
+        return beside.sum_with(part, rows, Branch(ds, lambda ds: grads_A(here, ds), form))
 
     def _quantized(
-        self,
-        to: Projections,
-        dy: Tensor,
-        dy8: Scaled | None,
-        block: Tensor | None,
-        s: Tensor | None,
+        self, to: Projections, dy: Tensor, dy8: Scaled | None, up: Up | None
     ) -> tuple[Scaled, Tensor | None, Tensor | None]:
-        """(dy8 and its scale_inv, or dy over a plain base; ds; if there is an s, dB of `stack_B`'s second result)."""
+        """(dy8 and its scale_inv, or dy over a plain base; ds; if `up` has an s, dB of `stack_B`'s second result)."""
         spec = to.spec
         scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
-        up = None if block is None else Up(block, s, spec.scaling)
         if up is None and scaling is None:
             return dy8 or Scaled(dy), None, None
         data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
         if dy8 is None:
             dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
-        return dy8, None if up is None else ds, None if s is None else dB
+        if up is None:
+            return dy8, None, None
+        return dy8, ds, None if up.s is None else dB
 
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
         if self.by == "column":
             return dbias
         found = iter(summed_over_rows(self.ranks, *(d for d in dbias if d is not None)))
         return [None if d is None else next(found) for d in dbias]
+
+
+def _with_bits(to: Projections, rows: int, dy: Tensor, up: Up | None) -> Projections:
+    """`to` with its mask of so many rows drawn, where kernels of both dx and dA can read it."""
+    mask = to.masks[0] if len(to.masks) == 1 else None
+    if mask is None or up is None or not hands_mask_over(dy, up, mask, to.grad_weight, to.beside):
+        return to
+    bits = drawn_bits(mask, rows, to.weight.shape[1])
+    return to._replace(masks=(mask._replace(dropped=bits),))
 
 
 def _given(x: Tensor | None) -> list[Tensor]:

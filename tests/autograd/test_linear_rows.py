@@ -42,8 +42,12 @@ def test_one_piece_costs_nothing_and_small_ones_a_round_each() -> None:
     assert slower_in_pieces(to, [128] * 4, 132) == pytest.approx(3 * one)
 
 
-def test_masks_of_a_piece_begin_at_its_rows() -> None:
+def test_masks_of_a_piece_begin_at_its_rows_and_have_their_bits() -> None:
     mask = Dropout(torch.zeros(2, dtype=torch.int64), 0.1, 3, row0=100, col0=7)
-    to = projections(8, 8, mask)
-    assert masks_at(to, 50).masks == (mask._replace(row0=150),)
-    assert masks_at(to._replace(masks=(None,)), 50).masks == (None,)
+    to, rows = projections(8, 8, mask), slice(50, 60)
+    assert masks_at(to, rows).masks == (mask._replace(row0=150),)
+    assert masks_at(to._replace(masks=(None,)), rows).masks == (None,)
+    bits = torch.arange(4 * 64, dtype=torch.int32).view(64, 4)
+    (found,) = masks_at(to._replace(masks=(mask._replace(dropped=bits),)), rows).masks
+    assert found is not None and found.dropped is not None
+    assert found.row0 == 150 and found.dropped.equal(bits[50:60])

@@ -159,6 +159,19 @@ class Pieces:
         parts = [product(slice(r * each, (r + 1) * each)) for r in range(self.size)]
         return self.rows.sum(torch.cat(parts), factor, added)
 
+    def sum_with(self, product: Any, rows: int, branch: Any) -> Any:
+        _, factor = self.rows.sum(branch.factor.new_zeros(self.size, 1), branch.factor)
+        partials = branch.partials(factor)
+        flat = torch.cat([p.flatten() for p in partials]) if partials else None
+        form = None if flat is None else (flat.shape, flat.dtype)
+        assert branch.form == form, "what a rank lays down has the form that it said before"
+
+        def part(at: slice) -> Tensor:
+            own = at.start == self.rank * (rows // self.size)
+            return product(at, factor if own else None)
+
+        return self.sum(part, rows)[0], self.rows.total(*partials)
+
 
 @contextmanager
 def in_pieces() -> Iterator[None]:
@@ -193,8 +206,8 @@ def broken(fault: str) -> Iterator[None]:
         "no sum over the ranks": (tensor_fused, "summed", half),
         "factors not summed": (tensor_fused, "summed", half_factor),
         "rows not summed": (CollectiveRows, "total", lambda rows, *parts: [*parts]),
-        "equal masks of pieces": (tensor_fused, "masks_at", lambda to, row0: to),
-        "equal masks of gathered pieces": (linear_rows, "masks_at", lambda to, row0: to),
+        "equal masks of pieces": (tensor_fused, "masks_at", lambda to, rows: to),
+        "equal masks of gathered pieces": (linear_rows, "masks_at", lambda to, rows: to),
         "equal masks": (tensor_fused.Split, "placed", lambda self, to, rows: to),
         "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),
     }

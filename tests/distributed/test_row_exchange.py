@@ -12,7 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels.parallel import row_exchange as row_exchange_module
-from lorakernels.parallel.row_exchange import CollectiveRows, PeerRows, RowExchange, row_exchange
+from lorakernels.parallel.row_exchange import (
+    Branch,
+    CollectiveRows,
+    PeerRows,
+    RowExchange,
+    row_exchange,
+)
 from tests.processes import on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -205,13 +211,20 @@ def wrong_beside(rows: PeerRows, beside: Any, device: torch.device) -> list[str]
     s, t = torch.zeros_like(x[:, :r]).contiguous(), torch.zeros(world * m, r, device=device)
     partial, residual = torch.zeros(r, n, device=device), torch.zeros(m, n, device=device)
     w = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+    a = 20 * torch.randn(r, n, device=device)  # so that factor @ a is as large as a product with w
+    form = torch.Size([r * n]), torch.float32
     given = (x, z, s, t, partial, residual)
 
     def exchange(beside: Any) -> list[Tensor]:
         if beside is None:
             whole, factor, total = rows.gather(x, s, totals=[partial])
             y = whole @ w
-            return [y, factor, total, *rows.sum(z @ w, t, residual)]
+            added, _ = rows.sum(z @ w)
+            summed = rows.sum(z @ w, t, residual)
+            assert summed[1] is not None
+            added = added + summed[1] @ a
+            outer = rows.total(summed[1].t() @ residual)
+            return [y, factor, total, *summed, added, *outer, added]
         y = torch.empty(world * m, n, device=device, dtype=x.dtype)
 
         def product(at: slice, pieces: list[Tensor]) -> None:
@@ -219,7 +232,18 @@ def wrong_beside(rows: PeerRows, beside: Any, device: torch.device) -> list[str]
             assert pieces[1].shape == (at.stop - at.start, r)
 
         factor, total = beside.gather(product, [x, s], [partial])
-        return [y, factor, total, *beside.sum(lambda at: z[at] @ w, world * m, t, residual)]
+        summed = beside.sum(lambda at: z[at] @ w, world * m, t, residual)
+
+        def both(at: slice, factor: Tensor | None) -> Tensor:
+            own = at.start == rank * m
+            assert own == (factor is not None)
+            return z[at] @ w if factor is None else (z[at] @ w + factor @ a).to(z.dtype)
+
+        branch = Branch(t, lambda factor: [factor.t() @ residual], form)
+        added, (outer,) = beside.sum_with(both, world * m, branch)
+        alone, none = beside.sum_with(both, world * m, Branch(t, lambda factor: [], None))
+        assert none == []
+        return [y, factor, total, *summed, added, outer, alone]
 
     def differ(name: str, found: list[Tensor], wanted: list[Tensor]) -> list[str]:
         # a product of some rows may add in another order than that of all

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.autograd import linear
-from lorakernels.parallel import comm, parallelize
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits
+from lorakernels.ops import checks
+from lorakernels.parallel import comm, parallelize, tensor_fused
 from lorakernels.parallel.row_exchange import CollectiveRows
 from lorakernels.plans.routing import OVER_RANKS
-from tests.distributed.tensor_models import Way, batch, loss_of, make
+from lorakernels.values import Dropout
+from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -108,3 +112,45 @@ def worker(rank: int, device: torch.device, world: int) -> list[str]:
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_and_masks_are_the_whole_models(world: int) -> None:
     assert on_ranks(worker, world, "gloo", world) == [[]] * world
+
+
+def drawn(device: torch.device, mesh: Any, sequence: bool, pieces: bool) -> dict[str, int]:
+    """Of a backward: how many masks were drawn as bits, and how often ops were given right and wrong ones.
+
+    Kernels of the CPU draw anew. So the bits that ops are given are compared with those of the place that they are for.
+    """
+    model = make(Way("fused", sequence, save="recompute"), device)
+    parallelize(model, mesh, sequence_parallel=sequence)
+    found: Counter[str] = Counter()
+
+    def given(mask: Dropout | None, rows: int, cols: int, *others: Any) -> None:
+        if mask is not None and mask.dropped is not None:
+            own = dropped_bits(drawn_mask(mask._replace(dropped=None), rows, cols))
+            found["right" if mask.dropped.equal(own) else "wrong"] += 1
+
+    with (
+        mock.patch.object(tensor_fused, "hands_mask_over", lambda *_: True),
+        mock.patch.object(checks, "dropped", given),
+        mock.patch.object(tensor_fused, "drawn_bits", wraps=tensor_fused.drawn_bits) as draws,
+        in_pieces() if pieces else nullcontext(),
+    ):
+        loss_of(model, batch(0, device)).backward()
+    return {"drawn": draws.call_count, **found}
+
+
+def every_drawn(rank: int, device: torch.device, world: int) -> list[dict[str, int]]:
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))["tp"]
+    ways = ((False, False), (True, False), (True, True))
+    return [drawn(device, mesh, sequence, pieces) for sequence, pieces in ways]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_mask_is_drawn_once_for_dx_and_dA_at_its_place(world: int) -> None:
+    """Of q, k, v, of o, of gate and up, and of down in two layers; of the first q, k and v nobody asks for dx.
+
+    dx is one product, or by row one of the rank's own rows, and one of those on each side.
+    """
+    for rank, found in enumerate(on_ranks(every_drawn, world, "gloo", world)):
+        sides = 1 + (rank > 0) + (rank < world - 1)
+        wanted = [{"drawn": 7, "right": 14}] * 2 + [{"drawn": 7, "right": 7 + 3 + 4 * sides}]
+        assert found == wanted, rank
