@@ -21,8 +21,9 @@ demo: $(BUILT)
 	$(BIN)/lorakernels finetune --demo
 
 # Two processes of one thread each, where pytest-xdist is there: most tests are too small for threads of their own.
+# They take files in the order of tests/conftest.py.
 PROCESSES ?= 2
-SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile)
+SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder)
 
 # Packages are built several times, with all kernels, a real model of 135M parameters is trained, and whole models and
 # benchmarks run on up to eight ranks: minutes that a change elsewhere does not need every time.

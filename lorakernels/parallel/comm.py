@@ -173,6 +173,19 @@ class Collective:
         dist.barrier(self._group)
 
 
+def peer_memory(size: int, device: torch.device) -> Tensor:
+    """uint8 [size] of 0 that other ranks can map. The host waits for the device.
+
+    torch 2.11 has it zeroed on the default stream, with the signals of its barriers, and waits for nothing. A rank
+    whose device has more to do would then wipe out the others' first signals, and all would wait for ever.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    return memory
+
+
 class Peer:
     """Copies out of the other ranks' memory, which torch's symmetric memory maps into this process.
 
@@ -190,9 +203,7 @@ class Peer:
     def allocate(self, size: int) -> Tensor:
         if self._alone:
             return torch.empty(size, dtype=torch.uint8, device=self._device)
-        import torch.distributed._symmetric_memory as symmetric
-
-        return symmetric.empty(size, dtype=torch.uint8, device=self._device)
+        return peer_memory(size, self._device)
 
     def publish(self, shards: Shards) -> None:
         memory, n = shards.memory, shards.ranks

@@ -247,7 +247,7 @@ class PeerRows:
 
         self._views.clear()
         self._capacity = max(LEAST, 1 << (wanted - 1).bit_length())
-        memory = symmetric.empty(self._capacity, dtype=torch.uint8, device=self._device)
+        memory = comm.peer_memory(self._capacity, self._device)
         self._handle = symmetric.rendezvous(memory, self._group.group_name)
         self._held.append(memory)
 

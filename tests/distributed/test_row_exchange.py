@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lorakernels.parallel import comm
 from lorakernels.parallel import row_exchange as row_exchange_module
 from lorakernels.parallel.row_exchange import (
     Branch,
@@ -312,3 +314,45 @@ def test_peers_gather_bytes_and_sum_within_their_rounding(what: str, world: int)
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
     assert on_ranks(by_peers, world, "nccl", what) == [[]] * world
+
+
+def growing(rank: int, device: torch.device) -> list[str]:
+    """Exchanges whose memory grows while the last rank's GPU has more to do than the others'."""
+    world, wrong = dist.get_world_size(), list[str]()
+    rows = PeerRows(dist.group.WORLD, device)
+    rows._milliseconds = 20_000  # a lost signal is an error by then
+    for megabytes in (1, 2, 4, 8):
+        x = torch.full((megabytes << 20, 1), rank, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        if rank == world - 1:
+            torch.cuda._sleep(400_000_000)
+        (whole,) = rows.gather(x)
+        expected = torch.arange(world, device=device)[:, None]
+        wrong += [] if bool((whole.view(world, -1) == expected).all()) else [f"{megabytes} MB"]
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.gpu
+def test_memory_grows_while_one_ranks_gpu_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes on one GPU show it, too."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    assert on_ranks(growing, 2, "cuda:gloo") == [[]] * 2
+
+
+def test_others_see_memory_once_the_device_has_zeroed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch zeroes it later, with its signals: what others had written there would be lost."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    order = list[str]()
+    monkeypatch.setattr(symmetric, "empty", lambda n, **_: order.append("empty") or torch.zeros(n))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *_: order.append("rendezvous"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(comm, "timeout_of", lambda *_: timedelta(seconds=1))
+    group = mock.Mock(group_name="0")
+    with mock.patch.multiple(dist, get_rank=lambda _: 0, get_world_size=lambda _: 2):
+        rows = PeerRows(group, torch.device("cuda", 0))
+    rows._grow(5)
+    assert order == ["empty", "wait", "rendezvous"]
