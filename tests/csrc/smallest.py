@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python -m tests.csrc.smallest products
 
 They are the small cases of the contracts, every tile of every product over the adapter's ranks and forms, and the
-forms of quantize_grad and quantize_lora_down that need many rows. Operands are made on the CPU and nothing is compared,
+forms of the other ops that no small case takes. Operands are made on the CPU and nothing is compared,
 so that the tools watch few kernels of PyTorch. Tests elsewhere compare the same calls with float64.
 """
 
@@ -155,23 +155,26 @@ def groups() -> Iterator[Call]:
             yield Call(f"adapters' gradient r{rank}", ops.fp8_grad_input, of_several, 512)
 
 
-def wide_strips() -> Iterator[Call]:
-    """A strip of four tiles each, of which the last hangs over, and as many panels as multiprocessors."""
-    rows, cols = 128 * multiprocessors_of(0) - 5, 3 * 128 + 8
-    for rank in RANKS:
+def strips() -> Iterator[Call]:
+    """Strips of one tile, and of four, of which the last hangs over; those need a panel for each multiprocessor."""
+    cols = 3 * 128 + 8
+    for rank, rows in itertools.product((*RANKS, 32), (205, 128 * multiprocessors_of(0) - 5)):
         make = partial(grad_of, cols, rank)
-        yield Call(f"wide strips, r{rank}", ops.quantize_grad, make, rows)
+        yield Call(f"{rows} rows, r{rank}", ops.quantize_grad, make, rows)
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
-            yield Call(f"wide strips, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
+            yield Call(f"{rows} rows, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
 
 
 def downs() -> Iterator[Call]:
-    """Columns that TMA takes and that it does not; a slice that ends inside of a step."""
-    for rank in (*RANKS, 32):
-        for cols, p, dtype in ((1096, 0.0, BF16), (1104, 0.3, BF16), (1096, 0.3, FP16)):
-            make = partial(down_of, cols, rank, p if rank else 0.0, "kept", dtype)
-            yield Call(f"{cols} columns, r{rank}", ops.quantize_lora_down, make, 205)
+    """Columns that TMA takes and that it does not, with slices that end inside of a step; rank 32 in panels."""
+    op = ops.quantize_lora_down
+    for rank, p, cols in itertools.product((*RANKS, 32), (0.0, 0.3), (1096, 1104)):
+        if rank or not p:
+            make = partial(down_of, cols, rank, p, "kept", BF16)
+            yield Call(f"{cols} columns, r{rank}, p {p}", op, make, 205)
+    for p in (0.0, 0.3):
+        yield Call(f"panels r32, p {p}", op, partial(down_of, 1104, 32, p, "kept", FP16), 7700)
 
 
 def grads_of_a() -> Iterator[Call]:
@@ -191,7 +194,7 @@ MORE: dict[str, Callable[[], Iterator[Call]]] = {
     "blocks": blocks,
     "groups": groups,
     "lora_grad_a": grads_of_a,
-    "quantize_grad": wide_strips,
+    "quantize_grad": strips,
     "quantize_lora_down": downs,
 }
 
