@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured values that count, and the bound of each, in the order of the last table of docs/performance.md."""
+"""The measured values that count, and the bound of each, in the order of the targets' table of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def times(shape: str) -> str:
 
 
 def targets() -> Iterator[Target]:
-    """The ratios that count, in the order of the last table of docs/performance.md."""
+    """The ratios that count, in the order of the targets' table of docs/performance.md."""
     yield from _finetune_targets()
     yield from _loop_targets()
     yield from _host_targets()
