@@ -88,24 +88,37 @@ def _host(target: Target, results: Results) -> Bound:
 
 def _product(target: Target, results: Results) -> Bound:
     rank, depth = target.where["rank"], int(str(target.where["M x N x K"]).split("x")[2])
+    rows = results.get("fp8_linear_lora", [])
     own = [
         found
-        for row in results.get("fp8_linear_lora", [])
+        for row in rows
         if row["provider"] == "cublaslt, base only"
         and (found := number(row["÷ cublaslt"])) is not None
     ]
+    joules = [_joules(rows, row) for row in rows if row["provider"] == "ours"]
+    known = [ratio for ratio in joules if ratio == ratio]
+    energy = f"Ours takes {min(known):.2f} to {max(known):.2f} of its joules. " if known else ""
     [ours] = _counted(results, "fp8_gemm_kernel<0, __nv_bfloat16, 0, 0, 3, 16>", "tensor %")
     [theirs] = _counted(results, CUBLASLT, "tensor %")
     rate = 1 + 2 * int(str(rank)) / depth
     return f"{rate:.2f} at cuBLASLt's rate", (
         f"cuBLASLt's rate, with the adapter's 2 R / K of tensor time beside its own. Tensor cores are busy {ours:.1f} "
         f"% of the time in ours and {theirs:.1f} % in cuBLASLt's kernel, at the clock that the power limit leaves. "
-        f"cuBLASLt beside itself has {min(own, default=NAN):.2f} to {max(own, default=NAN):.2f} in this record. So "
-        "what is missing is within one run's spread"
+        f"cuBLASLt beside itself has {min(own, default=NAN):.2f} to {max(own, default=NAN):.2f} in this record, which "
+        f"is how well one run can tell. {energy}D1 and H3 were tried. Next: the last round's tiles split along the "
+        "depth"
     )
 
 
 CUBLASLT = "nvjet_sm90_qqtst_320x128_128x3_1x2_h_bz_coopB_TNT"
+
+
+def _joules(rows: list[Row], ours: Row) -> float:
+    """Of a row of ours over those of cuBLASLt's product without an adapter; nan where they were not counted."""
+    same = {key: ours[key] for key in ("M x N x K", "rank")}
+    peer = find(rows, {**same, "provider": "cublaslt, base only"}) or {}
+    taken, beside = number(ours.get("mJ", "")), number(peer.get("mJ", ""))
+    return NAN if taken is None or beside is None else taken / beside
 
 
 def _bytes(target: Target, results: Results) -> Bound:
