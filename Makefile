@@ -46,6 +46,22 @@ test-gpu:
 check-gpu:
 	$(CHECKED_BY) benchmarks/models/check_gpu.py $(if $(FULL),--full) $(ARGS)
 
+# Every kernel of csrc on its smallest calls, a process for each tool and group of tests/csrc/smallest.py, JOBS at once:
+# minutes. FULL=1 for all their tests instead: an hour. Tensors are not cached, so that memcheck knows where each ends and
+# initcheck that it is new.
+SMALLEST := products gradients blocks groups quantize_grad quantize_lora_down lora_grad_a others
+TOOLS ?= memcheck racecheck initcheck
+JOBS ?= 8
+SMALL_RUNS = $(foreach tool,$(TOOLS),$(SMALLEST:%=sanitize-$(tool)-%))
+FULL_RUNS = $(TOOLS:%=sanitize-full-%)
+SANITIZER = compute-sanitizer --target-processes all --error-exitcode 1
+
+sanitize:
+	+$(MAKE) --no-print-directory --keep-going --output-sync --jobs $(JOBS) $(if $(FULL),$(FULL_RUNS),$(SMALL_RUNS))
+$(SMALL_RUNS): sanitize-%:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $(word 1,$(subst -, ,$*)) \
+		$(CHECKED_BY) -m tests.csrc.smallest $(word 2,$(subst -, ,$*))
+
 # initcheck does not see what kernels store by TMA, cuBLAS's and ours: not for what goes through torch, nor for contract
 # tests, whose comparisons by torch read such results.
 # --unpoisoned: the tests' own fill of new memory would hide from initcheck what a kernel reads before it is written
@@ -53,11 +69,9 @@ UNSEEN_memcheck := goes_through_torch
 UNSEEN_racecheck := goes_through_torch
 UNSEEN_initcheck := goes_through_torch or contract
 SANITIZED := tests/csrc tests/kernels tests/ops tests/autograd/test_bias_dropout_add.py
-TOOLS ?= memcheck racecheck initcheck
 
-sanitize: $(TOOLS:%=sanitize-%)
-sanitize-%:
-	compute-sanitizer --tool $* --target-processes all --error-exitcode 1 \
+$(FULL_RUNS): sanitize-full-%:
+	$(SANITIZER) --tool $* \
 		$(CHECKED_BY) -m pytest -q $(SPREAD) -p no:cacheprovider --unpoisoned -m gpu -k "not ($(UNSEEN_$*))" $(SANITIZED)
 
 # The site of docs/ in build/site. A link that leads nowhere is an error.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measured values that count, and the bound of each, in the order of the last table of docs/performance.md."""
+"""The measured values that count, and the bound of each, in the order of the targets' table of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def times(shape: str) -> str:
 
 
 def targets() -> Iterator[Target]:
-    """The ratios that count, in the order of the last table of docs/performance.md."""
+    """The ratios that count, in the order of the targets' table of docs/performance.md."""
     yield from _finetune_targets()
     yield from _loop_targets()
     yield from _host_targets()
@@ -144,7 +144,7 @@ def _sharded_targets() -> Iterator[Target]:
         yield Target(what, "sharded_base", large, "tokens/s a GPU", least, at_least=True)
     four = {**where, "ranks": 4}
     what = "70B, 1×8192 a GPU, base sharded over four GPUs: tokens/s a GPU"
-    yield Target(what, "sharded_base", four, "tokens/s a GPU", 2950, at_least=True)
+    yield Target(what, "sharded_base", four, "tokens/s a GPU", 3000, at_least=True)
     what = "70B, 1×8192 a GPU, base sharded over two GPUs: tokens/s a GPU"
     yield Target(what, "sharded_base", where, "tokens/s a GPU", 2950, at_least=True)
     yield Target(
@@ -167,8 +167,9 @@ def _decoder_layer_targets() -> Iterator[Target]:
         for kind in kinds:
             where: dict[str, object] = {"size": size, "provider": f"ours, {kind}, graphed"}
             save, _, both = kind.partition(", ")
+            least = 0.85 if size == "small" and not both else bound
             what = f'{layer}, {shape}, `save="{save}"`' + ", weights in both layouts" * bool(both)
-            yield Target(what, "decoder_layer", where, "÷ te layer", bound)
+            yield Target(what, "decoder_layer", where, "÷ te layer", least)
     where = {"size": "large", "provider": "ours, fp8"}
     what = 'MB that this layer saves for backward, 8192 hidden, 8192 tokens, `save="fp8"`'
     yield Target(what, "decoder_layer", where, "saved MB", 1100)
@@ -203,6 +204,13 @@ def _end_to_end_targets() -> Iterator[Target]:
             4.0,
         ),
         (
+            "Llama-3.2-1B",
+            "ours, one graph",
+            "tokens/s",
+            "the same, tokens/s",
+            130_000,
+        ),
+        (
             "Llama-3.1-8B",
             "ours, graphs by layer",
             "× hf + peft",
@@ -214,14 +222,14 @@ def _end_to_end_targets() -> Iterator[Target]:
             "ours, fast, one graph",
             "× hf + peft",
             "the same, a step as one graph, weights in both layouts",
-            2.0,
+            2.1,
         ),
         (
             "Llama-3.1-8B",
             "ours, fast, FP8 head, one graph",
             "× hf + peft",
             "the same, and an FP8 head",
-            2.0,
+            2.2,
         ),
         (
             "Llama-2-70B",
@@ -235,7 +243,7 @@ def _end_to_end_targets() -> Iterator[Target]:
             "ours, fit, offload, graphs by layer",
             "tokens/s",
             "8192 tokens on one GPU, activations in host memory too, tokens/s",
-            2980,
+            3050,
         ),
     ):
         where = {"model": model, "LoRA on": "qkvo", "provider": provider}

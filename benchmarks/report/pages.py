@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.goals import targets, times
+from benchmarks.report.bounds import bound_table, plan_table
 from benchmarks.report.headlines import headlines
 from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
 from benchmarks.report.plots import OF_SEVERAL_GPUS, draw_all
@@ -68,6 +69,8 @@ def tables(results: dict[str, list[Row]]) -> str:
         _experts_table(results.get("experts", [])),
         _quality_table(results.get("quality", [])),
         _target_table(results),
+        bound_table(targets(), results),
+        plan_table(results),
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -278,7 +278,10 @@ def test_cuda_switch_errors(tree: Tree, variables: dict[str, str], message: str)
 
 @pytest.mark.skipif(NVCC is None, reason="no nvcc on PATH")
 def test_cuda_for_other_architectures(tree: Tree, wheel: object) -> None:
-    """Every kernel compiles for an A100, an L40 and a B200; without optimization, to take half of the time."""
+    """Every kernel compiles for an A100, an L40, a B200 and an RTX 50; without optimization, to take half of the time.
+
+    On the last two setup.py asks for 100a and 120a by itself.
+    """
     with_nvcc = {
         "PATH": os.pathsep.join([tree.without_nvcc["PATH"], str(Path(str(NVCC)).parent)]),
         "NVCC_APPEND_FLAGS": "-Xcicc -O0 -Xptxas -O0",
@@ -288,12 +291,12 @@ def test_cuda_for_other_architectures(tree: Tree, wheel: object) -> None:
     )
     assert "LORAKERNELS_CUDA_ARCHS: 'hopper' is not an architecture" in bad.stdout
     # 90a, which takes longest, is compiled as installed and by tests/csrc/test_compile.py
-    written = tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100", **with_nvcc)
+    written = tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100a;120a", **with_nvcc)
     # the other C++ objects are the ones of the build without CUDA
     csrc = tree.path / "csrc"
     sources = {f"{path.relative_to(csrc)}.o" for path in csrc.rglob("*.cu")}
     assert written == sources | {"host/build_info.cpp.o"}
-    assert tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100", **with_nvcc) == set()
+    assert tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100a;120a", **with_nvcc) == set()
     code = "import sys; sys.path.insert(0, '.'); from lorakernels import _C; print(_C.build_info())"
     info = tree.python("-I", "-c", code)
-    assert "'cuda': True" in info and "'cuda_archs': '80;89;100'" in info
+    assert "'cuda': True" in info and "'cuda_archs': '80;89;100a;120a'" in info

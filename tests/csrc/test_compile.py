@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.csrc.sass import LOCAL, Function, functions
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 # kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64; the others:
@@ -39,11 +41,20 @@ REGISTERS = {
     "bias_grad_kernel": 64,
 }
 DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
-SPILLED_BYTES = {  # written and read once a tile, outside of the loops; lora_grad_a: 4 bytes a step, drawing at rank 32
+SPILLED_BYTES = {  # of a thread; all branches
     "fp8_gemm_kernel": 48,
     "fp8_block_gemm_kernel": 48,
     "lora_grad_a_kernel": 8,
 }
+# The same by branch, as loads and stores in the code: (where a kernel multiplies, what of a kernel's warps helps).
+# fp8_gemm's helpers draw a mask with 40 to 56 registers, while others multiply. An address of its 128 × 256 tiles of dx
+# leaves the registers once a tile. lora_grad_a writes and reads 4 bytes a step, where it draws at rank 32.
+SPILLS = {
+    "fp8_gemm_kernel": (2, 23),
+    "fp8_block_gemm_kernel": (0, 23),
+    "lora_grad_a_kernel": (2, 0),
+}
+TAKES, GIVES = "USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC"
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
 INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
@@ -153,24 +164,104 @@ def test_registers_and_spills_on_sm90a(source: Path, tmp_path: Path) -> None:
     names = [next(kernel for kernel in REGISTERS if kernel in entry) for entry in entries]
     assert set(names) == set(kernels_in(source)), log
     for name, entry in zip(names, entries, strict=True):
-        assert int(re.search(r"Used (\d+) registers", entry)[1]) <= bound_of(name, entry), entry
+        assert registers_of(entry) <= bound_of(name, entry), entry
         for number in re.findall(r"(\d+) bytes (?:stack frame|spill)", entry):
             assert int(number) <= SPILLED_BYTES.get(name, 0), entry
+    if nvdisasm := tool("nvdisasm"):
+        listing = subprocess.run([nvdisasm, cubin], capture_output=True, text=True, check=True)
+        launched = {entry.partition("'")[0]: entry for entry in entries}
+        code = {f: registers_of(launched[f.name]) for f in functions(listing.stdout)}
+        assert len(code) == len(entries)
+        assert_code(source, code)
+
+
+def registers_of(entry: str) -> int:
+    return int(re.search(r"Used (\d+) registers", entry)[1])
+
+
+def assert_code(source: Path, code: dict[Function, int]) -> None:
+    """Of functions, each with the registers that a thread is launched with."""
     own = INSTRUCTIONS.get(source.name)
-    wanted = {name: own or INSTRUCTIONS[name] for name in {*names} if own or name in INSTRUCTIONS}
-    if wanted and (nvdisasm := tool("nvdisasm")):
-        listing = subprocess.run(
-            [nvdisasm, "-c", cubin], capture_output=True, text=True, check=True
-        )
-        for name, instructions in wanted.items():
-            found = instructions_of(name, listing.stdout)
-            assert instructions <= found, f"{name} lacks {instructions - found}"
+    found: dict[str, set[str]] = {}
+    for function, registers in code.items():
+        kernel = next(name for name in kernels_in(source) if name in function.name)
+        found.setdefault(kernel, set()).update(function.names)
+        multiplying, helping = spills(function)
+        most_multiplying, most_helping = SPILLS.get(kernel, (0, 0))
+        assert len(multiplying) <= most_multiplying and len(helping) <= most_helping, function
+        assert not in_inner_loops(function, multiplying) or "STSM" not in function.names, function
+        assert waits_for_registers(function, registers) <= 0, function
+    for kernel, names in found.items():
+        lacks = (own or INSTRUCTIONS.get(kernel, set())) - names
+        assert not lacks, f"{kernel} lacks {lacks}"
 
 
-def instructions_of(kernel: str, listing: str) -> set[str]:
-    """Of all functions of that name in nvdisasm's listing: the instructions, without what follows a dot."""
-    functions = re.split(r"^\.text\.", listing, flags=re.MULTILINE)[1:]
-    code = "".join(each for each in functions if kernel in each.partition("\n")[0])
-    return set(
-        re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w+)", code, re.MULTILINE)
+def spills(function: Function) -> tuple[set[int], set[int]]:
+    """Loads and stores of spilled registers: in the branch that takes registers, and in the one that gives them."""
+    local = set(function.places(*LOCAL))
+    takes, gives = function.places(TAKES), function.places(GIVES)
+    if not takes:
+        return local, set()
+    helping = local & function.reached(gives[0], takes)
+    return local - helping, helping
+
+
+def in_inner_loops(function: Function, places: set[int]) -> bool:
+    """Whether one may run twice for one tile, whose end is that all threads write sums to shared memory (STSM)."""
+    ends = function.places("STSM")
+    return any(place in function.reached(place, ends) for place in places)
+
+
+def waits_for_registers(function: Function, at_launch: int) -> int:
+    """How many registers, one thread of each warpgroup together, are asked for beyond what the block has.
+
+    The first warpgroup gives registers, and the others take them. Where these are too few, they wait for ever.
+    """
+    takes, gives = function.places(TAKES), function.places(GIVES)
+    if not takes and not gives:
+        return 0
+    taken, given = (
+        {int(re.search(r"0x(\w+)", function.code[i].arguments)[1], 16) for i in places}
+        for places in (takes, gives)
     )
+    others = function.threads // 128 - 1
+    return max(given) + others * max(taken) - (1 + others) * at_launch
+
+
+LISTING = """
+	.section	.nv.info.fp8_gemm_kernel,"",@"SHT_CUDA_INFO"
+	//----- nvinfo : EIATTR_MAX_THREADS
+	.align		4
+.L_1:
+        /*0000*/ 	.byte	0x04, 0x05
+        /*0004*/ 	.word	0x00000180
+        /*0008*/ 	.word	0x00000001
+	.section	.text.fp8_gemm_kernel,"ax",@progbits
+        /*0000*/                   @P0 BRA `(.L_x_9) ;
+        /*0010*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe0 ;
+.L_x_1:
+        /*0020*/                   STL [R1], R2 ;
+.L_x_2:
+        /*0030*/                   QGMMA.64x128x32 R24, gdesc[UR8] ;
+        /*0040*/                   @P1 BRA `(.L_x_2) ;
+        /*0050*/                   STSM.16.M88.4 [R2], R4 ;
+        /*0060*/                   @P2 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+.L_x_9:
+        /*0080*/                   USETMAXREG.DEALLOC.CTAPOOL 0x38 ;
+        /*0090*/                   LDL R2, [R1] ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_what_a_listing_says_of_spills_and_registers() -> None:
+    [function] = functions(LISTING)
+    assert function.threads == 384 and {"QGMMA", "STSM", "STL"} <= function.names
+    multiplying, helping = spills(function)
+    assert (len(multiplying), len(helping)) == (1, 1)
+    assert not in_inner_loops(function, multiplying)
+    assert waits_for_registers(function, 168) == 0
+    assert waits_for_registers(function, 160) == 3 * 8
+    moved = LISTING.replace(".L_x_2:\n", "").replace(".L_x_1:\n", ".L_x_1:\n.L_x_2:\n")
+    [inner] = functions(moved)
+    assert in_inner_loops(inner, spills(inner)[0])

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 
+from lorakernels import _C, device
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 from lorakernels.ops.register import OPS as REGISTERED
@@ -35,6 +39,45 @@ def test_every_op_is_named(device, capability):
     mains = {name.rstrip("_") for name, op in REGISTERED.items() if op.chosen is not None}
     assert set(table) == mains and len(mains) == 27
     assert all(implementation and reason for implementation, reason in table.values())
+
+
+# Of docs/support.md's table: y and dx over an FP8 base, by compute capability
+PRODUCTS = {
+    (8, 0): ("dequantized", "dequantized"),
+    (8, 9): ("cublaslt", "cublaslt"),
+    (9, 0): ("csrc", "csrc"),
+    (10, 0): ("triton", "cublaslt"),
+    (12, 0): ("triton", "cublaslt"),
+}
+ANYWHERE = {
+    "amax_and_scale_update",
+    "bias_dropout_add",
+    "lora_grad_a",
+    "quantize_lora_down",
+    "transpose_fp8",
+}
+HOPPER = {"fp8_block_linear", "fp8_block_grad_input", "grouped_linear_lora", "grouped_grad_input"}
+HOPPER |= {"quantize_grad"}
+
+
+@pytest.fixture
+def built_for_all() -> Iterator[None]:
+    info = {**_C.build_info(), "cuda": True, "cuda_archs": "80;89;90a;100a;120a"}
+    with mock.patch.object(_C, "build_info", lambda: info):
+        device.why_not_csrc.cache_clear()
+        yield
+    device.why_not_csrc.cache_clear()
+
+
+@pytest.mark.parametrize("capability", PRODUCTS, ids=str)
+def test_what_a_gpu_runs_that_csrc_was_compiled_for(capability, built_for_all):
+    """wgmma's kernels on Hopper alone; where these are PyTorch's elsewhere, csrc's other kernels still run."""
+    table = {op: name for op, (name, _) in implementations("cuda", Place(capability)).items()}
+    assert (table["fp8_linear_lora"], table["fp8_grad_input"]) == PRODUCTS[capability]
+    assert {table[op] for op in ANYWHERE} == {"csrc"}
+    assert {table[op] for op in HOPPER} == {"csrc" if capability == (9, 0) else "torch"}
+    rest = table.keys() - ANYWHERE - HOPPER - {"fp8_linear_lora", "fp8_grad_input"}
+    assert {table[op] for op in rest} == {"triton"}
 
 
 def test_unknown_device():

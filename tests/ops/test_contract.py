@@ -67,7 +67,7 @@ def case_of(name: str, case: str) -> Case:
 
 
 def each(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
-    """`make sanitize` leaves out what goes through torch: its tools do not see all that cuBLAS does."""
+    """`make sanitize FULL=1` leaves out what goes through torch: its tools do not see all that cuBLAS does."""
     params = []
     for name, case in cases:
         through_torch = "" if case_of(name, case).why_not is None else "-goes_through_torch"

@@ -40,8 +40,9 @@ struct Tiling {
   static constexpr bool kFull = kUntransposed && kShape == Shape::kTall;               // 192 sums of a thread
   static constexpr int kProducerRegisters = kFull ? 40 : 56;
   static constexpr int kConsumerRegisters = kFull ? 232 : kConsumers == 3 ? 152 : 224;
-  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= 512, "a thread would wait for registers");
   static constexpr int kThreads = 128 * (1 + kConsumers);
+  static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= registers_of_warpgroups<1 + kConsumers>(),
+                "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
   static constexpr int kBlocks = kWide ? 2 : 1;  // of a warpgroup, side by side
   static constexpr int kRows = kShape == Shape::kTallest ? 256 : kShape == Shape::kTall ? 192 : 128;
   static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
