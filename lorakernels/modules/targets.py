@@ -158,11 +158,6 @@ def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
     return [p for p in paths if _is_wanted(config, wanted, p) and not _is_excluded(config, p)]
 
 
-def is_target(config: LoRAConfig, path: str) -> bool:
-    """Whether the rules choose `path`. "all-linear" needs a model: use match_targets."""
-    return bool(choose(config, [path]))
-
-
 def tails(path: str) -> Iterator[str]:
     """The tail of `path` after each dot, the shortest first. The whole path is not among them."""
     parts = path.split(".")
