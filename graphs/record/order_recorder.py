@@ -82,8 +82,8 @@ class _Iteration:
 class OrderRecorder:
     """Records the order of (layer, microbatch, direction) over eager warm-up iterations.
 
-    The microbatch of a forward is how often its layer has run forward in this iteration; that of a
-    backward is its forward's. Forwards in eval mode or without grad are not recorded.
+    The microbatch of a forward is how often its layer has run forward in this iteration. A backward
+    has its forward's microbatch. Forwards in eval mode or without grad are not recorded.
 
         with OrderRecorder(len(blocks), num_microbatches=2).attach(blocks) as recorder:
             for step in range(3):

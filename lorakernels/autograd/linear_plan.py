@@ -100,7 +100,7 @@ _kind = lru_cache(4096)(Kind)
 
 
 class _Taken(NamedTuple, Generic[P]):
-    """What a plan took: tensors of which `holds_for` is true, so many, and a key."""
+    """A call that `plan` took: a key, and `number` tensors for which `holds_for` is true."""
 
     key: Hashable
     number: int

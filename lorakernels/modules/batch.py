@@ -72,7 +72,7 @@ class AdapterBatch:
         return found
 
     def _renewed(self) -> dict[str, nn.Parameter]:
-        """`_wholes`, after the adapters' parts were put where these lie now.
+        """`_wholes`, after moving the adapters' parts to where these parameters lie now.
 
         `model.to`, deepcopy and `load_state_dict(assign=True)` give a layer's parameters other memory.
         """

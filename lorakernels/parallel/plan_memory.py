@@ -148,8 +148,8 @@ def saves_within(
 ) -> list[str] | None:
     """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks. So it does by what
-    `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
+    What a backward needs depends on the choice. The budget therefore shrinks by what the first guess lacks. It also
+    shrinks by what `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
     """
     split = placement.split(model)
     budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers), split)

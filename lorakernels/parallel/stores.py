@@ -48,8 +48,9 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """{path: decoder layer}; the blocks of what stays on the GPUs, and of what goes to the host. Either may be none.
+    """{path: decoder layer}, the blocks that stay on the GPUs, and the blocks that go to the host.
 
+    There may be none of either.
     `groups` has the weights of each of the near blocks, by the input that they share.
     """
 
@@ -84,9 +85,9 @@ def lay_out_base(
 
 
 def in_place(groups: list[list[Group]]) -> list[Block]:
-    """Blocks over two ranks, of which each holds whole groups, or none where a layer has one group alone.
+    """Blocks over two ranks, each of which holds whole groups. A layer with a single group gets none.
 
-    The larger part of the bytes goes to the ranks by turns, layer by layer.
+    The larger part of a layer's bytes goes to one rank and then to the other, layer by layer.
     """
     if min(map(len, groups)) < 2:
         return []

@@ -17,7 +17,7 @@ from lorakernels.train.ranks import Ranks
 
 
 def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
-    """The ranks, `cp` of which share each row, `pp` of which have a model's stages, `tp` of which have its layers.
+    """The ranks as groups: `cp` of them share each row, `pp` share a model's stages, `tp` share its layers.
 
     Raises:
         OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` does not.

@@ -94,7 +94,7 @@ FEW = 10  # steps of an epoch, below which a run says so
 
 @dataclass(frozen=True)
 class Meshes:
-    """Over which ranks the base is sharded, which have a model's stages, and which its layers together; or None."""
+    """The ranks over which the base is sharded, a model's stages are spread, and its layers are split; or None."""
 
     base: DeviceMesh | None = None
     stages: DeviceMesh | None = None

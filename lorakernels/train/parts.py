@@ -72,7 +72,7 @@ class Parts(ABC):
 
 @contextlib.contextmanager
 def whole_model(model: nn.Module) -> Iterator[None]:
-    """Inside, a model of which ranks have parts is whole for files, with the values that were collected last."""
+    """Inside, files get the whole of a model that is split over ranks, with the values that were collected last."""
     parts: Parts | None = Parts.of(model)
     if parts is None:
         yield

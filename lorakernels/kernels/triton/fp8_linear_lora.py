@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's kernel of ops/fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ + residual, rounded once.
 
-x [M, K], W [N, K] e4m3, read by TMA, W with one scale or one for each row; s [M, R] bf16 or fp16, B [N, R], bias [N]
-of any floating type; residual in y's type, read by TMA; y [M, N].
-The FP8 product stays in fp32 registers. B is rounded to s's dtype on the way into shared memory; s Bᵀ is added by
-bf16 or fp16 MMAs after the FP8 steps, because Hopper's FP8 MMA drops low bits of what it adds to. So that the adapter's
+x [M, K] and W [N, K] are e4m3. W has one scale, or one for each row. s [M, R] is bf16 or fp16; B [N, R] and bias [N]
+are of any floating type. residual and y [M, N] are of one type. TMA reads x, W and residual.
+The FP8 product stays in fp32 registers. B is rounded to s's dtype on the way into shared memory. bf16 or fp16 MMAs add
+s Bᵀ after the FP8 steps, because Hopper's FP8 MMA drops low bits of what it adds to. So that the adapter's
 terms are not rounded again, the accumulator is multiplied by sx sw / scaling before them and by scaling after them.
 
 One program per multiprocessor walks over the tiles. Tile and contraction are two loops, not one flattened loop. With a
@@ -158,7 +158,7 @@ def launch(
     programs: int,
     residual: Tensor | None = None,
 ) -> None:
-    """Write y. `why_not_triton_kernel` of the op has nothing against the operands; no more `programs` than tiles."""
+    """Write y, with at most one of `programs` for each tile. The op's `why_not_triton_kernel` took the operands."""
     m, n = y.shape
     s: Tensor | None = None
     lora_B: Tensor | None = None

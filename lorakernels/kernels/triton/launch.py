@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch of a Triton kernel: by Triton, or recorded for csrc to launch (`_C.LaunchList`).
 
-Recorded is what Triton's launcher would hand to the driver. Triton compiles a kernel for the types of its arguments,
-and for whether they are divisible by 16, equal to 1, or known: what a stand-in answers is what is compiled for.
+What is recorded is what Triton's launcher would hand to the driver. Triton compiles a kernel for its arguments' types,
+and for whether each is divisible by 16, equal to 1, or a constant. A stand-in answers these questions in a tensor's
+place.
 """
 
 from __future__ import annotations

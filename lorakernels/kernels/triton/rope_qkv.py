@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
 
-The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
-many short programs take longer where the next kernel's are there already (docs/facts.md, H17).
+The backward kernel takes no part in early launches. Attention's backward in front of it lets no kernel start early. Its
+own many short programs take longer while those of the next kernel wait on the GPU (docs/facts.md, H17).
 """
 
 from __future__ import annotations
