@@ -23,12 +23,11 @@ from lorakernels.modules.number import number
 from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
+from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
-
-ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
@@ -205,7 +204,7 @@ class LoRALinear(MergeableLinear):
         initial: Initial | None = None,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in ADAPTER_DTYPES:
+        if dtype not in FLOATS:
             raise TypeError(f"adapter dtype must be float32, bfloat16 or float16, found {dtype}")
         if config.use_dora != self.has_magnitude:
             kind = "a DoRALinear" if config.use_dora else "a LoRALinear"

@@ -21,15 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakernels.kernels import tune
+from lorakernels.kernels.triton.launch import TRITON_DTYPE
 from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled, Up, Weight
-
-_TRITON_DTYPE = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
 
 
 @triton.jit
@@ -167,7 +162,7 @@ def launch(
         lora_B, s, scaling = up
     assert weight.scale_inv is not None
     rank = 0 if s is None else s.shape[1]
-    s_dtype = _TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
+    s_dtype = TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
     interpreted = not y.is_cuda  # there, bf16 operands of tl.dot are read as integers
     launch_kernel(
         _fp8_linear_lora_kernel,
@@ -193,7 +188,7 @@ def launch(
         HAS_RESIDUAL=residual is not None,
         SCALE_PER_ROW=weight.scale_inv.numel() > 1,
         S_DTYPE=s_dtype,
-        B_DTYPE=s_dtype if lora_B is None else _TRITON_DTYPE[lora_B.dtype],
+        B_DTYPE=s_dtype if lora_B is None else TRITON_DTYPE[lora_B.dtype],
         DOT_DTYPE=tl.float32 if interpreted else s_dtype,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
