@@ -202,9 +202,8 @@ class OrderRecorder:
 
     def before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and self._observer is not None and not self.paused:
-            if (
-                in_backward()
-            ):  # asked here, because a recomputation may stop before the layer returns
+            # asked here, because a recomputation may stop before the layer returns
+            if in_backward():
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 

@@ -97,7 +97,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
 
 
 def _form(q: Tensor, kv_heads: int, scale: float, dtype: torch.dtype) -> described.Form:
-    """Of q, k and v that are columns of one matrix [B T, (H + 2 Hk) D]."""
+    """The form for q, k and v that are columns of one matrix [B T, (H + 2 Hk) D]."""
     batch, heads, tokens, dim = q.shape
     row = (heads + 2 * kv_heads) * dim
     strides = ((tokens * row, dim, row),) * 3

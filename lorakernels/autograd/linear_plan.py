@@ -84,7 +84,7 @@ class Kind:
     def operands(
         self, shape: tuple[int, ...], dtype: torch.dtype, drops: bool, recording: Recording
     ) -> Operands:
-        """Of a forward for an x of this shape."""
+        """The operands of a forward for an x of this shape."""
         x = recording.tensor(shape, dtype)
         tensors, weight = self.fixed(recording)
         slot = recording.tensor((2,), torch.int64) if drops else None

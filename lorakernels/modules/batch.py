@@ -209,9 +209,8 @@ class AdapterBatch:
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
         before = {path: layer._buffers.get(NAMED) for path, layer in self.layers.items()}
         try:
-            for layer in (
-                self.layers.values()
-            ):  # graphs that were captured see another buffer, and are not replayed
+            # graphs that were captured see another buffer, and are not replayed
+            for layer in self.layers.values():
                 layer.register_buffer(NAMED, made[layer.lora_A.device].numbers, persistent=False)
             with self._calls.holding(made):
                 yield

@@ -108,9 +108,8 @@ def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
     """
     names = tuple(config.modules_to_save or ())
     modules = model.named_modules(remove_duplicate=False)
-    paths = {
-        clean_path(path): path for path, _ in modules if path
-    }  # of a wrapper and its inside, the inside
+    # where a wrapper and its inside have one clean path, the inside counts
+    paths = {clean_path(path): path for path, _ in modules if path}
     found = [path for clean, path in paths.items() if names and clean.endswith(names)]
     for name in names:
         other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)

@@ -52,7 +52,7 @@ def reference(
 
 
 def _shapes(side: SideBySide, compact: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the forward's D and of the backward's."""
+    """The shapes of the forward's D and of the backward's."""
     rows = sum(side.rows)
     return (rows, sum(side.ranks)), (rows, _width(side, compact))
 

@@ -247,9 +247,10 @@ def define_composed(
 
 
 _EVAL_FRAME = torch._C._dynamo.eval_frame
+# torch 2.8 has no get_kernel
 _CAN_BE_SHORT = hasattr(torch.library, "get_kernel") and hasattr(
     _EVAL_FRAME, "get_eval_frame_callback"
-)  # torch 2.8 has no get_kernel
+)
 _BELOW = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
 

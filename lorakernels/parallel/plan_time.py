@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of one GPU."""
+        """The tokens of one GPU."""
         return self.sequences * self.length // self.ranks
 
 
@@ -81,7 +81,7 @@ class Parts:
 
 
 def gemm_seconds(shape: tuple[int, int, int], rate: float, processors: int) -> float:
-    """Of a product [M, K] [K, N], `shape` (M, N, K), at `rate` operations a second where all tiles are busy."""
+    """Seconds of a product [M, K] [K, N]. `shape` is (M, N, K), `rate` operations a second where all tiles are busy."""
     m, n, k = shape
     best = min(
         math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors) * rows * columns

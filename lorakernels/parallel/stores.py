@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, device: torch.device) -> Place:
-        """Of a mesh with one axis, or of None."""
+        """The place of this process in a mesh with one axis; alone if `mesh` is None."""
         if mesh is None:
             return cls(None, 0, 1, device)
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), device)
@@ -119,7 +119,7 @@ class Store:
         self.slots = Slots(sizes, count, ahead, self.transport, self.device)
 
     def entries(self, layer: int) -> tuple[Entry, ...]:
-        """Of the weights of `layer` that are kept here."""
+        """The entries of the weights of `layer` that are kept here."""
         return self.shards.blocks[layer].entries
 
     def discard(self) -> None:
@@ -157,9 +157,8 @@ def allocate(
     try:
         if layout.near:
             transport = comm.make(name, place.group, place.device)
-            two = (
-                name == "peer" and place.ranks == 2
-            )  # of more ranks, the parts would differ too much
+            # with more ranks, the parts would differ too much in size
+            two = name == "peer" and place.ranks == 2
             blocks = (in_place(layout.groups) if two else []) or layout.near
             with comm.together(place.group):  # one rank's GPU may be full
                 memory = transport.allocate(Shards.bytes_of(blocks, place.ranks))

@@ -32,7 +32,7 @@ def choices(
 ) -> list[str]:
     """One line each for device and precision, layers, attention, graphs and reproducibility.
 
-    `longest`: tokens that no document of the training rows has more of.
+    `longest`: the tokens of the longest document in the training rows.
     """
     options, model = runtime.options, runtime.model
     return [

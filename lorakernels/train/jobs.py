@@ -158,7 +158,7 @@ class JobRows:
         return sum(self.targets_of_each([number]))
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Of J len(numbers) rows: the first job's, then the second's, …"""
+        """A batch of J len(numbers) rows: the first job's, then the second's, …"""
         parts = []
         for rows in self.each:
             own = self.numbers_of(rows, numbers)

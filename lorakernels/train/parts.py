@@ -67,7 +67,7 @@ class Parts(ABC):
 
     @abstractmethod
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Of a checkpoint of all parts, the tensors and the optimizer's state of this rank."""
+        """This rank's tensors and optimizer state, from a checkpoint of all parts."""
 
 
 @contextlib.contextmanager

@@ -286,7 +286,7 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """Of a launch, beside num_warps."""
+        """The options of a launch, beside num_warps."""
         return launch_options(self.overlaps)
 
     @property
@@ -344,12 +344,12 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """Of a kernel that calls `begin` with OVERLAP = `early`."""
+    """The options of a launch whose kernel calls `begin` with OVERLAP = `early`."""
     return {"launch_pdl": True} if early else {}
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 2 for Triton's interpreter."""
+    """The GPU's number of multiprocessors; 2 for Triton's interpreter."""
     if device.type != "cuda":
         return 2
     return multiprocessors_of(torch.cuda.current_device() if device.index is None else device.index)

@@ -205,9 +205,8 @@ def _rope_backward_kernel(
     FP8_MAX: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    batch = tl.cast(
-        tl.program_id(0) // T, tl.int64
-    )  # divided in 32 bits: in 64 it takes a subroutine
+    # divided in 32 bits: in 64 it takes a subroutine
+    batch = tl.cast(tl.program_id(0) // T, tl.int64)
     token = tl.cast(tl.program_id(0) % T, tl.int64)
     c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T_angles, HALF, BLOCK)
     row = tl.program_id(0).to(tl.int64)
