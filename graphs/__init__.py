@@ -7,7 +7,6 @@ from .errors import CaptureError, GraphError, ReplayError
 from .layers.manager import GraphManager
 from .options import GraphOptions
 from .order import Direction, Order, OrderError, ReplayOrderError, Step
-from .record.backward_marks import in_backward
 from .record.hooks import Hook
 from .record.order_recorder import OrderRecorder
 from .report import GraphReport, Report
@@ -31,12 +30,11 @@ __all__ = [
     "OrderRecorder",
     "ReplayOrderError",
     "Step",
-    # for who drives a manager from outside of the loop
+    # for code outside of the loop that drives a manager
     "Hook",
     "TensorSpec",
     "flatten",
-    "in_backward",
-    # for what keeps a record, on the host, of what a step does on the device
+    # for records, on the host, of what a step does on the device
     "Follower",
     "follow",
     # for memory on the host that captured graphs use

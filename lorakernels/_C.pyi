@@ -97,8 +97,8 @@ def quantize_grad_workspace(
     projections: Sequence[tuple[int, int]] = (),
 ) -> int: ...
 
-# out: dy8, scale_inv, ds, dB, workspace; sizes: rows, cols, rank and the projections; types: of dy, s and ds, of B and
-# dB, of dy8, and the largest value of the latter; mask: drawn into dropout.dropped, with so many columns
+# out: dy8, scale_inv, ds, dB, workspace. sizes: rows, cols, rank and the projections. types: of dy, s and ds; of B and
+# dB; of dy8; and dy8's largest value. mask: drawn into dropout.dropped, with that many columns
 def quantize_grad(
     out: tuple[Address, Address, Address, Address, Address],
     dy: Address,
@@ -122,7 +122,7 @@ def quantize_lora_down(
     where: Where,
 ) -> None: ...
 
-# out: y, bias, residual; types: of y, residual and s, of B, of the bias, and whether each row of the weight has a scale
+# out: y, bias, residual. types: of y, residual and s; of B; of the bias; and whether each row of the weight has a scale
 # of its own. Rows of s and B are as long as the rank, rounded up to a multiple of 8. weight.t is not read.
 def fp8_linear_lora(
     out: tuple[Address, Address, Address],
@@ -135,8 +135,8 @@ def fp8_linear_lora(
     where: Where,
 ) -> None: ...
 
-# out: dx, and what is added to it, ds and A; types: of dx and ds, of A, of dy. Rows of ds are as long as the rank,
-# rounded up to a multiple of 8. weight.t is multiplied where there is one, or else weight.data as it lies.
+# out: dx, ds and A. types: of dx and ds; of A; of dy. Rows of ds are as long as the rank, rounded up to a multiple of
+# 8. weight.t is multiplied where there is one, or else weight.data as it lies.
 def fp8_grad_input(
     out: tuple[Address, Address, Address],
     dy: Scaled,
@@ -194,8 +194,8 @@ def grouped_grad_input(
 ) -> None: ...
 def lora_grad_a_partial(rows: int, cols: int, rank: int, multiprocessors: int) -> int: ...
 
-# out: dA, and fp32 scratch of lora_grad_a_partial elements; ds: with the elements between two rows; dtypes: of ds (and
-# of x without a scale_inv), and of dA; x: its bytes, scale_inv, and whether that has one for each 1 × 128
+# out: dA, and fp32 scratch of lora_grad_a_partial elements. ds: its address, and elements from row to row. dtypes: of
+# ds (and of x without a scale_inv), and of dA. x: its bytes, scale_inv, and whether that has one for each 1 × 128
 def lora_grad_a(
     out: tuple[Address, Address],
     ds: tuple[Address, int],

@@ -318,7 +318,7 @@ class LoRAConfig:
         return any(path == name or path.endswith(f".{name}") for name in names)
 
     def parameter_of(self, path: str) -> str:
-        """Of the layer of one expert, "….gate_up_proj.3", the stacked parameter's path; any other path as it is."""
+        """The stacked parameter's path for a layer of one expert, "….gate_up_proj.3"; any other path as it is."""
         owner, _, number = clean_path(path).rpartition(".")
         return owner if number.isdecimal() and self.names_parameter(owner) else path
 

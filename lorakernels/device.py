@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine: GPUs, and the C++/CUDA extension. They are found at first use, never at import."""
+"""Facts about this machine and process: GPUs, the C++/CUDA extension, a backward that runs. None is asked at import."""
 
 from __future__ import annotations
 
@@ -90,6 +90,11 @@ def why_not_csrc(capability: tuple[int, int]) -> str | None:
         ):
             return None
     return f"lorakernels._C was built for sm_{build['cuda_archs']}, not for {capability}"
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward. A forward inside of one is a recomputation (torch.utils.checkpoint)."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def cudnn_folders(maps: Path = Path("/proc/self/maps")) -> list[str]:

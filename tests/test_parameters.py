@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions have at most eight parameters and modules at most 500 lines: values that travel together are one type."""
+"""Functions have at most eight parameters: values that travel together are one type. Files have at most 500 lines."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ SOURCES = sorted(  # with the extension's functions, in _C.pyi
     for path in (ROOT / folder).rglob("*.py*")
     if path.suffix in (".py", ".pyi")
 )
+OTHERS = sorted(
+    path
+    for folder in ("tests", "benchmarks", "csrc", "examples")
+    for path in (ROOT / folder).rglob("*.*")
+    if path.suffix in (".py", ".cu", ".h", ".cpp")
+)
 
 
 def longer(text: str) -> Iterator[tuple[str, int]]:
@@ -51,6 +57,12 @@ def test_functions_and_modules_are_small(path: Path) -> None:
     text, name = path.read_text(), path.relative_to(ROOT).as_posix()
     assert text.count("\n") <= LINES
     assert [(f, n) for f, n in longer(text) if (name, f) not in MORE] == []
+
+
+def test_other_files_are_small_too() -> None:
+    lines = {path.relative_to(ROOT).as_posix(): path.read_text().count("\n") for path in OTHERS}
+    assert len(lines) > 400
+    assert {path: n for path, n in lines.items() if n > LINES} == {}
 
 
 def test_every_exception_is_needed() -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of check_gpu.py --full: resume, export and reload, Trainer, TRL's SFTTrainer, the gpu tests."""
+"""The parts that check_gpu.py --full has besides: resume, export and reload, Trainer, TRL's SFTTrainer, the gpu tests.
+
+`run` runs any part by its name, those of check_parts.py among them.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.lib.check_parts import SHAPES, STEPS, Found, prepared, run_cli, steps_of
+from benchmarks.lib.check_parts import (
+    LOOPS,
+    SHAPES,
+    STEPS,
+    Found,
+    finetune,
+    loop,
+    prepared,
+    run_cli,
+    steps_of,
+)
 from benchmarks.lib.finetune_files import write_texts
+from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import dtype_of, plain_model, token_rows
 from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse
 
@@ -219,3 +233,15 @@ PARTS: dict[str, Callable[[str, str, str, float], Found]] = {
     "SFTTrainer, fused, callback": partial(sft, ours=True),
     "gpu tests": gpu_tests,
 }
+
+
+def run(part: str, shape: str, device: str, scratch: str, limit: float) -> Found:
+    """The part of that name; what is not installed comes as {"skipped": why}."""
+    try:
+        if part in LOOPS:
+            return loop(part, shape, device)
+        if part == "finetune":
+            return finetune(shape, device, scratch, limit)
+        return PARTS[part](shape, device, scratch, limit)
+    except Unavailable as why:
+        return {"skipped": str(why)}

@@ -22,7 +22,6 @@ import torch
 import lorakernels
 from benchmarks.lib.finetune_files import write_checkpoint, write_texts
 from benchmarks.lib.timing import synchronize
-from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, plain_model, token_rows
 from benchmarks.peers.training import HfPeft, Training
 from lorakernels import LoRAConfig, apply_lora, fuse
@@ -191,17 +190,3 @@ def run_cli(arguments: list[str], log: Path, end: float) -> None:
     if code:
         said = [line for line in text.splitlines() if line.strip()]
         raise RuntimeError(f"exit code {code}: {said[-1] if said else 'it printed nothing'}")
-
-
-def run(part: str, shape: str, device: str, scratch: str, limit: float) -> Found:
-    """The part of that name; what is not installed comes as {"skipped": why}."""
-    try:
-        if part in LOOPS:
-            return loop(part, shape, device)
-        if part == "finetune":
-            return finetune(shape, device, scratch, limit)
-        from benchmarks.lib import check_full
-
-        return check_full.PARTS[part](shape, device, scratch, limit)
-    except Unavailable as why:
-        return {"skipped": str(why)}

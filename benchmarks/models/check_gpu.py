@@ -286,11 +286,11 @@ def serve_parts() -> int:
     from benchmarks.peers.te import te_first_or_hidden
 
     with te_first_or_hidden(False):  # PEFT would import it
-        from benchmarks.lib import check_parts
+        from benchmarks.lib import check_full
 
         if torch.cuda.is_available():  # its context and cuBLAS, while another part is measured
             torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")
-        serve({"run": check_parts.run})
+        serve({"run": check_full.run})
     return 0
 
 

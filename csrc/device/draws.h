@@ -32,8 +32,8 @@ struct RoundKeys {
   }
 };
 
-// In the first three rounds row and column meet in one product only. What else these rounds compute depends on the row
-// alone, and is kept here, or on the column alone, and is kept in DrawsOfColumn.
+// In the first three rounds row and column meet in one product only. The rest of these rounds depends on the row alone
+// or on the column alone. The row's part is kept here, and the column's in DrawsOfColumn.
 struct DrawsOfRow {
   uint32_t word[4];
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// float <-> FP8 bytes: round to nearest even, finite overflow and infinity saturate to the largest finite value, NaN
-// stays NaN (0x7F with the sign bit). The same bits as torch's x.clamp(-max, max).to(float8 dtype).
+// float <-> FP8 bytes, rounded to nearest even. Finite overflow and infinity saturate to the largest finite value. NaN
+// stays NaN (0x7F with the sign bit). The bits are those of torch's x.clamp(-max, max).to(float8 dtype).
 #pragma once
 
 #include <cstdint>

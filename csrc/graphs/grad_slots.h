@@ -23,8 +23,8 @@ class GradSlots {
     }
   }
 
-  // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and nobody else holds a `grad`, which then has no
-  // more than `references` references. These are counted as sys.getrefcount counts them, with its own argument.
+  // kInstalled: each `parameter.grad` is `grad`. kFree: each is None, and no other code holds a `grad`. A `grad` then
+  // has at most `references` references, counted as sys.getrefcount counts them, with its own argument.
   int state() const {
     if (cleared_) throw std::runtime_error("GradSlots.state: the garbage collector has cleared it");
     size_t installed = 0;

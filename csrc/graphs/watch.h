@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a replay relies on in Python, compared before every launch in a microsecond or two: entries of dicts (a module's
-// parameters, buffers and plain attributes), addresses (bound Tensor.data_ptr) and attributes (Tensor.requires_grad).
-// There is no CUDA and no torch here.
+// What a replay relies on in Python, compared before every launch in a microsecond or two. It is entries of dicts (a
+// module's parameters, buffers and plain attributes), addresses (bound Tensor.data_ptr) and attributes
+// (Tensor.requires_grad). There is no CUDA and no torch here.
 #pragma once
 
 #include <cstdint>

@@ -9,9 +9,9 @@
 
 namespace lorakernels {
 
-// `early`: on Hopper and later the kernel may start while the one in front of it still runs, if that one lets it
-// (programmatic dependent launch). Such a kernel calls wait_for_previous_kernel() of device/overlap.h before it reads
-// or writes anything that the one in front writes or reads.
+// `early`: on Hopper and later the kernel may start while the previous one still runs, if that one calls
+// let_next_kernel_start() (programmatic dependent launch). An early kernel calls wait_for_previous_kernel() of
+// device/overlap.h before it touches memory that the previous one reads or writes.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                    bool early, const Arguments&... arguments) {

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches that are recorded once and run many times, with other addresses each time.
 //
-// While a thread records, an op's binding checks what it is given and appends its parameters instead of launching. The
-// addresses that it is given are symbolic: (index + 1) << 48 | offset, and null stays 0. place() says which base each
-// index belongs to, and rewrites the addresses to (base + 1) << 48 | offset from the base. A run takes a copy of the
-// parameters, replaces the bases by addresses, and launches. The number of a dropout stream ("site") is an index into
-// what a run is given, too.
+// While a thread records, an op's binding checks its arguments and appends its parameters instead of launching. Its
+// addresses are symbolic: (index + 1) << 48 | offset, and null stays 0. place() is told which base each index belongs
+// to. It rewrites the addresses to (base + 1) << 48 | offset from the base. A run copies the parameters, replaces the
+// bases by addresses, and launches. The number of a dropout stream ("site") is an index, too, into the run's sites.
 #pragma once
 
 #include <cstdint>

@@ -3,8 +3,9 @@
 
 `_cuda_beginAllocateCurrentStreamToPool` sends every allocation made on the current stream, by any thread (autograd's
 too), to the pool, and `_cuda_endAllocateToPool` ends that. Each begin takes a reference to the pool, which
-`_cuda_releasePool` gives back. The memory can be freed when no reference is left. torch 2.13 makes one more call around
-the captures of its own CUDAGraph, which Python cannot reach. Under relaxed capture the allocator works without it.
+`_cuda_releasePool` gives back. The memory can be freed when no reference is left. Around the captures of its own
+CUDAGraph, torch 2.13 makes one more call, which Python cannot reach. Under relaxed capture the allocator works without
+it.
 """
 
 from __future__ import annotations

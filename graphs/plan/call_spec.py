@@ -62,8 +62,8 @@ def _relative(source: FromOutput | FromOutside, microbatch: int) -> Any:
 def block_length(order: Order, calls: Mapping[Key, CallSpec]) -> int:
     """How many microbatches are captured: 1 if each runs alone and all look alike, else all of them.
 
-    With one microbatch at a time, the iteration repeats one block of steps. The same graphs serve all microbatches, as
-    nothing that one of them saved is needed when the next one begins.
+    With one microbatch at a time, the iteration repeats one block of steps. The same graphs serve all microbatches,
+    because each microbatch has used all that it saved before the next one begins.
     """
     count, layers = order.num_microbatches, range(len(order.layers))
     size = len(order) // count

@@ -82,8 +82,8 @@ class _Iteration:
 class OrderRecorder:
     """Records the order of (layer, microbatch, direction) over eager warm-up iterations.
 
-    The microbatch of a forward is how often its layer has run forward in this iteration; that of a
-    backward is its forward's. Forwards in eval mode or without grad are not recorded.
+    The microbatch of a forward is how often its layer has run forward in this iteration. A backward
+    has its forward's microbatch. Forwards in eval mode or without grad are not recorded.
 
         with OrderRecorder(len(blocks), num_microbatches=2).attach(blocks) as recorder:
             for step in range(3):
@@ -202,9 +202,8 @@ class OrderRecorder:
 
     def before_forward(self, layer: int, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and self._observer is not None and not self.paused:
-            if (
-                in_backward()
-            ):  # asked here, because a recomputation may stop before the layer returns
+            # asked here, because a recomputation may stop before the layer returns
+            if in_backward():
                 self._observer.recomputation(layer)
             self._observer.before(layer, args, kwargs)
 

@@ -7,10 +7,10 @@ too, or a piece of a slab that the manager has allocated. A graph always adds, s
 
 A gradient that other code still holds is never overwritten. Whether it does is seen from reference counts: of the
 tensor object, and of the storage, which views hold. If an old gradient is held, or `.grad` was replaced by another
-tensor, the launch makes a detour: it adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
+tensor, the launch makes a detour. It adds to zeroed memory, copies the sum to `.grad`, and puts the old content back.
 Our own references are counted when a capture ends. A later one that nobody uses, such as that of a debugger's frame,
-costs no more than the detour. A plainer rule, by which the extension has the only reference, was taken back: a whole
-step under DDP on two ranks was not equal to the bit (ea3b460).
+costs no more than the detour. A plainer rule, by which the extension has the only reference, was taken back (ea3b460).
+With it, a whole step under DDP on two ranks was not equal to the bit.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class AdapterRows(NamedTuple):
-    """Of each of S segments of rows.
+    """Which adapter each of S segments of rows has.
 
     Attributes:
         numbers: int64 [S], the number of its adapter; any for one that has the base alone.
@@ -48,13 +48,12 @@ class AdapterRows(NamedTuple):
 
 
 Saved = Any  # what the hooks of a checkpoint, or Tensor.detach, keep of a tensor
-_unpacked = (
-    threading.local()
-)  # .at and .found: where a backward last unpacked a tensor, and what held when it was kept
+# .at and .found: where a backward last unpacked a tensor, and what held when it was kept
+_unpacked = threading.local()
 
 
 def _place() -> tuple[int, int] | None:
-    """Of the autograd node that a backward runs; None outside of a backward."""
+    """What tells apart the autograd nodes that backwards run; None outside of a backward."""
     task = torch._C._current_graph_task_id()
     node = torch._C._current_autograd_node()
     return None if task == -1 or node is None else (task, node._sequence_nr())
@@ -114,7 +113,7 @@ class CallRows:
             self.asked = self._used or self in before
 
     def of(self, device: torch.device, training: bool) -> AdapterRows | None:
-        """Of this call, on `device`; None where the rows lie in the adapters' order, or one adapter is alone.
+        """The rows of this call, on `device`; None if they lie in the adapters' order, or one adapter is alone.
 
         Raises:
             RuntimeError: a recomputation's rows are not known.

@@ -58,7 +58,7 @@ class Segments(NamedTuple):
 
     Attributes:
         q, k: int32 [N + 1], running counts of queries and of keys. A segment may have keys without queries.
-        longest_q, longest_k: what no segment has more of.
+        longest_q, longest_k: the most queries, and the most keys, of a segment.
     """
 
     q: Tensor

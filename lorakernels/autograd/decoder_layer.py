@@ -77,7 +77,7 @@ class Keeper(Protocol):
 class QKVCall:
     """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens.
 
-    `whole`, if given, is (B, T) of all tokens, of which h has this rank's.
+    `whole` is given where ranks share rows: (B, T) of the tokens of all ranks, while h has this rank's.
     """
 
     to: Projections
@@ -94,8 +94,7 @@ class QKVCall:
 class OutputCall:
     """What `output` needs besides autograd's tensors. With `adds=False` its result is o(out), without the residual.
 
-    `bytes_`, if given, are e4m3 bytes [M, H D] of which out is the value. An FP8 base multiplies them, and backward
-    reads them instead of out.
+    `bytes_`, if given, are out [M, H D] in e4m3. An FP8 base multiplies them, and backward reads them instead of out.
     """
 
     to: Projections

@@ -232,9 +232,8 @@ def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor 
     """
     y: Tensor | None = None
     if out.is_cuda and call.bytes_ is None:
-        out = (
-            out.transpose(1, 2).contiguous().transpose(1, 2)
-        )  # mostly no copy: attention wrote it so
+        # mostly no copy: attention wrote it so
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
         made = _Call(OutputNode, (out, residual), call, params, {"to": call.to}, {})
         y = _planned(made, (call.save, call.adds))
     return OutputNode.apply(out, residual, call, *params) if y is None else y

@@ -25,8 +25,8 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled
 
 WIDTH = 128  # D. With 64 its forward takes 0.075 ms, that of bf16 0.040 (1×1024 tokens, 32 / 8 heads, one H200)
-# Tokens of a row. Forward and backward are 1.00 to 1.01 × as fast as in bf16 at 4096, 1.03 × (32 / 8 heads) and 1.06 ×
-# (64 / 8) at 8192, 1.10 × at 16384 (one H200, docs/attention.md)
+# Tokens of a row. How many times as fast as bf16, forward and backward, on one H200 (docs/attention.md):
+# 1.00 to 1.01 at 4096, 1.03 (32 / 8 heads) and 1.06 (64 / 8) at 8192, 1.10 at 16384.
 LEAST = 8192
 PACKED = (
     "cuDNN's FP8 takes no packed sequences on Hopper: take rows that are causal as a whole (finetune: "
@@ -39,7 +39,7 @@ class Attended(NamedTuple):
 
     Attributes:
         out: [B, H, T, D].
-        bytes_: out as e4m3 bytes uint8 [B T, H D] with their scale_inv fp32 [1], of which `out` is the value.
+        bytes_: the same in e4m3, uint8 [B T, H D] with a scale_inv fp32 [1]. `out` has their value.
     """
 
     out: Tensor
@@ -97,7 +97,7 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
 
 
 def _form(q: Tensor, kv_heads: int, scale: float, dtype: torch.dtype) -> described.Form:
-    """Of q, k and v that are columns of one matrix [B T, (H + 2 Hk) D]."""
+    """The form for q, k and v that are columns of one matrix [B T, (H + 2 Hk) D]."""
     batch, heads, tokens, dim = q.shape
     row = (heads + 2 * kv_heads) * dim
     strides = ((tokens * row, dim, row),) * 3

@@ -22,7 +22,7 @@ HALVES = (torch.bfloat16, torch.float16)
 WIDTHS = (64, 128)  # D that were measured
 ALIGNED = 16  # bytes. cuDNN computes wrong values from rows that begin elsewhere, and does not refuse them
 MOST = 512  # graphs, two for each shape of rows. Each takes 0.1 to 0.7 s of the host and stays
-BUDGET = 64  # of a GPU's memory, the part that deterministic backwards may take: one of so many
+BUDGET = 64  # deterministic backwards may take one 64th of a GPU's memory
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:

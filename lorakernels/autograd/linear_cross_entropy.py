@@ -51,9 +51,8 @@ CHUNK = 2048
 class _How:
     chunk: int
     ignore_index: int
-    late: (
-        Tensor | None
-    )  # c f, where backward multiplies by it: in fp16 dh could underflow before a loss scale
+    # c f, where backward multiplies by it: in fp16 dh could underflow before a loss scale
+    late: Tensor | None
     change: LogitChange
 
     @property
@@ -303,9 +302,8 @@ def linear_cross_entropy(
         tensors = tuple(None if t is None else t.detach() for t in tensors)
     with torch.autocast(hidden.device.type, enabled=False):
         h, w, b = rows.detach(), weight.detach(), None if bias is None else bias.detach()
-        if (
-            change.cap is not None
-        ):  # NaN of an ignored token would meet its gradient, 0, in the cap's derivative
+        # NaN of an ignored token would meet its gradient, 0, in the cap's derivative
+        if change.cap is not None:
             h = h.masked_fill((labels == ignore_index)[:, None], 0.0)
         slope = _times(factor, change.scale, h)
         early, late = (None, slope) if h.dtype == torch.float16 else (slope, None)

@@ -84,7 +84,7 @@ class Kind:
     def operands(
         self, shape: tuple[int, ...], dtype: torch.dtype, drops: bool, recording: Recording
     ) -> Operands:
-        """Of a forward for an x of this shape."""
+        """The operands of a forward for an x of this shape."""
         x = recording.tensor(shape, dtype)
         tensors, weight = self.fixed(recording)
         slot = recording.tensor((2,), torch.int64) if drops else None
@@ -100,7 +100,7 @@ _kind = lru_cache(4096)(Kind)
 
 
 class _Taken(NamedTuple, Generic[P]):
-    """What a plan took: tensors of which `holds_for` is true, so many, and a key."""
+    """A call that `plan` took: a key, and `number` tensors for which `holds_for` is true."""
 
     key: Hashable
     number: int

@@ -17,8 +17,8 @@ from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into
 from lorakernels.values import Dropout, Scaled, Up, Weight
 
-# seconds for each 128 × 128 × 1 of a product on an H100 or H200: it is 4.5 ns at 1,103 TFLOP/s, and
-# 5.4 ns at 861 (docs/performance.md).
+# Seconds for each 128 × 128 × 1 of a product, on an H100 or H200. It is 4.5 ns at 1,103 TFLOP/s and 5.4 ns at 861
+# (docs/performance.md).
 _OF_A_TILE = 5e-9
 
 
@@ -27,7 +27,7 @@ def slower_in_pieces(
 ) -> float:
     """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper.
 
-    csrc's tiles fill the multiprocessors in rounds, of which each piece may leave one part empty.
+    csrc's tiles fill the multiprocessors in rounds. The last round of each piece may be partly empty.
     """
     cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
     split = to.spec.split_dgrad if backward else to.spec.split_fprop

@@ -29,7 +29,7 @@ class LoRASpec:
         backward_dtype: FP8 dtype of dy.
         split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
         blocks: the recipe of a base with a scale for each block; None over any other.
-        memo: what is remembered of the layer whose numbers these are, by what it is for.
+        memo: where others keep what they know of this layer, each under a name of its own, such as `Known`.
     """
 
     scaling: float = 1.0

@@ -27,7 +27,7 @@ _PART = re.compile(
     r"(?P<part>w1|w2|w3|gate_proj|up_proj|down_proj)\.(?P<end>weight(?:_scale_inv)?)"
 )
 _ROUTER = re.compile(r"(.*\.)block_sparse_moe\.gate\.weight")
-# Of a layer's weight: which part of the file is how far from its top
+# {name in the files: (parameter, which of its halves, from the top)}
 _LAYER = {
     **dict.fromkeys(("w1", "gate_proj"), ("gate_up_proj", 0)),
     **dict.fromkeys(("w3", "up_proj"), ("gate_up_proj", 1)),

@@ -67,7 +67,7 @@ class Plan:
         return sum(self._found[name].bytes for name in self.read)
 
     def info(self, name: str) -> TensorInfo:
-        """Of what is read of a tensor."""
+        """File, shape and dtype of a tensor, or of the part of it that is read."""
         return self._found[name]
 
     def blocks_of(self, name: str) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What stands for tensors of which a rank reads a part or nothing, until adapters are drawn for the whole model.
 
-It is memory without meaning. An FP8 matrix is a view of one block of bytes that all of them share, and any other
-tensor is one number at all places.
+They hold no values of the model. All FP8 matrices are views of one block of bytes. Any other tensor is one number,
+expanded to its shape.
 """
 
 from __future__ import annotations

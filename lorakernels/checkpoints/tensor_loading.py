@@ -160,7 +160,7 @@ class TensorParts:
                     raise ValueError(f"tp: {name} of rank {rank} must be as on rank 0")
 
     def scales(self, name: str, scales: Tensor) -> Tensor:
-        """Of a weight in blocks, the scales of this rank's part; one scale [1] if all of the whole are equal."""
+        """The scales of this rank's part of a weight in blocks; one scale [1] if all scales of the whole are equal."""
         if scales.numel() == 1:
             return scales.flatten()
         as_numbers = scales.view(torch.uint8) if scales.element_size() == 1 else scales

@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -36,6 +37,13 @@ class LayerReport:
     save: str
     bytes: int
     frozen: tuple[str, ...]
+
+
+class ChosenBackend(NamedTuple):
+    """An attention backend, and the reason why "auto" chose a slower one than cuDNN's graphs on Hopper; else ""."""
+
+    name: str
+    why_not_graph: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class FuseReport:
         v: torch.Tensor,
         rows: str | torch.Tensor,
         longest: int | None = None,
-    ) -> str:
+    ) -> ChosenBackend:
         """The attention backend that forwards with such tensors will use; "eager" where scores are capped.
 
         Args:
@@ -95,28 +103,18 @@ class FuseReport:
             RuntimeError: it is "cudnn", and this process has loaded parts of two cuDNNs.
         """
         if any(parts.cap is not None for parts in self.parts):
-            return "eager"
+            return ChosenBackend("eager")
         if isinstance(rows, torch.Tensor):
-            return attention_backends.choose(self.attention, q, k, v, rows, False)
-        if rows == "packed":
-            short = (longest or q.shape[2]) <= attention_backends.SHORT
-            return attention_backends.choose_packed(self.attention, q, k, v, short)
-        return attention_backends.choose(self.attention, q, k, v, None, True)
-
-    def why_not_graph(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rows: str | torch.Tensor,
-        longest: int | None = None,
-    ) -> str:
-        """Why `backend_for` does not return "cudnn_graph", where "auto" prefers it; else ""."""
-        if self.attention != "auto" or isinstance(rows, torch.Tensor):
-            return ""
-        name = self.backend_for(q, k, v, rows, longest)
-        packed = (longest or q.shape[2]) if rows == "packed" else None
-        return attention_backends.why_not_graph(name, q, k, v, packed)
+            return ChosenBackend(attention_backends.choose(self.attention, q, k, v, rows, False))
+        most = (longest or q.shape[2]) if rows == "packed" else None
+        if most is None:
+            name = attention_backends.choose(self.attention, q, k, v, None, True)
+        else:
+            short = most <= attention_backends.SHORT
+            name = attention_backends.choose_packed(self.attention, q, k, v, short)
+        if self.attention != "auto":
+            return ChosenBackend(name)
+        return ChosenBackend(name, attention_backends.why_not_graph(name, q, k, v, most))
 
     def __str__(self) -> str:
         per = "token" if self.tokens == 1 else f"{self.tokens:,} tokens"
@@ -293,4 +291,4 @@ def _an_adapter(model: nn.Module) -> LoRALinear:
     return found[0]
 
 
-__all__ = ["FuseReport", "LayerReport", "fuse", "unfuse"]
+__all__ = ["ChosenBackend", "FuseReport", "LayerReport", "fuse", "unfuse"]

@@ -26,6 +26,7 @@ from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
 from lorakernels.autograd.linear import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import is_held, over_of_loaded_part
@@ -306,14 +307,14 @@ class FusedGroup:
     def _join_weights(self) -> None:
         parts = [m._parameters["weight"] for m in self.members]
         assert all(p is not None for p in parts)
-        self._weight = _join([p for p in parts if p is not None])
+        self._weight = join_rows([p for p in parts if p is not None])
         if self.first.weight_scale_inv is not None:
             self._weight = self._weight.view(torch.uint8)
 
     def _join_A(self) -> None:
         adapted = [m for m in self.members if isinstance(m, LoRALinear)]
         if len(adapted) > 1 and adapted[0].lora_A.dim() == 2:
-            self._lora_A = {tuple(id(m) for m in adapted): _join([m.lora_A for m in adapted])}
+            self._lora_A = {tuple(id(m) for m in adapted): join_rows([m.lora_A for m in adapted])}
 
     @torch.no_grad()
     def _join_biases(self) -> None:
@@ -408,8 +409,8 @@ class FusedGroup:
             return None
         whole = ops.transpose_fp8(self._weight)
         held = None if self._derived is None else self._derived.weight_t
-        at = {0 if m.weight_t is None else _storage(m.weight_t) for m in self.members}
-        if held is not None and at == {_storage(held)}:
+        at = {0 if m.weight_t is None else storage_of(m.weight_t) for m in self.members}
+        if held is not None and at == {storage_of(held)}:
             return held.copy_(whole)
         for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
             member.weight_t = part
@@ -464,37 +465,5 @@ def _is_zero(raw: Tensor) -> Tensor:
     return (raw.view(torch.int8).max() <= 0) & (raw.max() <= 0x80)
 
 
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
 def _form(x: Tensor | None) -> tuple[Any, ...] | None:
     return None if x is None else (x.shape, x.dtype, x.device)
-
-
-@torch.no_grad()
-def _join(parameters: Sequence[Tensor]) -> Tensor:
-    """One contiguous matrix, of whose rows each parameter is a view.
-
-    Parameters that lie one behind the other stay where they are. The others are copied.
-    """
-    counts = [p.shape[0] for p in parameters]
-    if _are_adjacent(parameters):
-        first = parameters[0].data
-        return first.as_strided((sum(counts), first.shape[1]), first.stride())
-    whole = parameters[0].data.new_empty(sum(counts), parameters[0].shape[1])
-    for parameter, part in zip(parameters, whole.split(counts), strict=True):
-        part.copy_(parameter.data)
-        parameter.data = part
-    return whole
-
-
-def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
-    """Whether each parameter begins where the one before it ends, in one storage."""
-    at = parameters[0].data_ptr()
-    for parameter in parameters:
-        elsewhere = parameter.data_ptr() != at or _storage(parameter) != _storage(parameters[0])
-        if elsewhere or not parameter.is_contiguous():
-            return False
-        at += parameter.numel() * parameter.element_size()
-    return True

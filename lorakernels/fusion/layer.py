@@ -237,7 +237,7 @@ def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
 
 
 class _Visible(NamedTuple):
-    """What a token attends to: what a mask allows, all tokens up to itself, or its packed sequence up to itself."""
+    """What a token attends to: what a mask allows, or all tokens up to itself, of the row or of its packed sequence."""
 
     mask: Tensor | None
     causal: bool
@@ -313,7 +313,7 @@ def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tens
 
 
 def _recomputed(parts: Parts, call: _Call) -> _Call:
-    """For a recomputation, whose output nobody reads, unless a norm behind it keeps it for backward."""
+    """`call` for a recomputation. It leaves out down's result, unless a norm behind it keeps that for backward."""
     if parts.post_norms[1] is not None:
         return call
     return replace(call, mlp=replace(call.mlp, output=False))
@@ -322,7 +322,7 @@ def _recomputed(parts: Parts, call: _Call) -> _Call:
 def _attended(
     parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Scaled | None]:
-    """out [B, H, T, D], and with FP8 attention the bytes of which it is the value."""
+    """out [B, H, T, D], and with FP8 attention the same in e4m3 (`Attended.bytes_`)."""
     mask, causal, starts, longest = visible
     if parts.context is not None:
         if mask is not None or not causal:

@@ -10,18 +10,18 @@
     fp8        + gate, up: 2 M F       + their scales: 4 M ⌈F / 256⌉
     checkpoint   h alone: M K e
 
-If the norms are behind attention and the MLP instead of before them, h and h2 are kept for adapted inputs alone, and
-not with "full". Norms behind them keep their inputs and rstd: 2 M K e + 8 M. Norms of all heads of q, or k, together
-have one rstd a token. Attention whose scores are capped keeps no logsumexp, and out is kept for an adapted o alone, if
-not as x8.
+The norms may be behind attention and the MLP instead of before them. Then h and h2 are kept for adapted inputs alone,
+and not with "full". Norms behind them keep their inputs and rstd: 2 M K e + 8 M. Norms of all heads of q, or k,
+together have one rstd a token. Attention whose scores are capped keeps no logsumexp, and out is kept for an adapted o
+alone, if not as x8.
 
-FP8 attention keeps a byte for each element of q, k, v and out, which an adapted o reads too, without an x8 of its own.
+FP8 attention keeps a byte for each element of q, k, v and out. An adapted o reads out's bytes and has no x8 of its own.
 
 With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
-Over a base in blocks (BlockScaling) an x8 of "full" has a scale for each 128 columns, 4 M ⌈K_in / 128⌉ more. out has
-none, as over a plain base.
+Over a base in blocks (BlockScaling), an x8 of "full" has a scale for each 128 columns: 4 M ⌈K_in / 128⌉ bytes more.
+out has no x8 there, as over a plain base.
 
 Except with "checkpoint", the B's of q, k, v are also kept as one matrix [ΣN, ΣR], and the B's of gate, up as another.
 Their size does not depend on M. Not counted are cos and sin (one pair for all layers), 16-byte slots and 4-byte scales.

@@ -22,7 +22,7 @@ from lorakernels.graphs import Pool, pool_in_use
 
 
 class ActivationOffload:
-    """Of one model: what its layers keep, in the order of their forwards, and where it is copied to."""
+    """What the layers of one model keep, in the order of their forwards, and where it is copied to."""
 
     def __init__(self) -> None:
         self._visits: list[weakref.ref[Visit]] = []

@@ -38,7 +38,7 @@ _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all layers: options of `fuse`, and where they keep what is not to stay on the device."""
+    """What is the same for all layers: options of `fuse`, and where activations go that leave the device."""
 
     attention: str
     shared_dropout: bool
@@ -139,9 +139,10 @@ def unwire(model: nn.Module) -> list[str]:
 
 
 def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
-    """Free the memory of decoder layers and norms that have left `model` for good, fused or not.
+    """Free the memory of decoder layers and norms that `model` will not get back, fused or not.
 
-    The record for `unwire` then has the others alone. A report of `fuse` that somebody keeps holds no memory of them.
+    The record for `unwire` then has only those that it still has. A report of `fuse` that somebody keeps holds no
+    memory of them.
     """
     modules = {id(m) for each in gone for m in each.modules()}
     found: Changed | None = model.__dict__.get(_CHANGED)

@@ -38,7 +38,7 @@ class HeadConfig:
 
 
 def norm_config(block: int) -> RowConfig:
-    """Of rms_norm_quantize for rows of up to `block` columns."""
+    """The configuration of rms_norm_quantize for rows of up to `block` columns."""
     if block >= 4096:
         warps = min(32, block // 1024)
         return RowConfig(num_warps=warps, resident=max(1, 16 // warps), prefetch=True)
@@ -47,7 +47,7 @@ def norm_config(block: int) -> RowConfig:
 
 
 def norm_backward_config(block: int) -> RowConfig:
-    """Of rms_norm_backward for rows of up to `block` columns."""
+    """The configuration of rms_norm_backward for rows of up to `block` columns."""
     warps = 4 if block == 4096 else min(32, max(2, block // 512))
     return RowConfig(num_warps=warps, resident=max(1, 32 // warps), prefetch=False)
 

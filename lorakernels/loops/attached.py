@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.device import in_backward
 from lorakernels.graphs import Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
@@ -98,7 +99,7 @@ class Attached:
         if not (module.training and torch.is_grad_enabled()):
             self._ran_in_eval |= torch.is_grad_enabled()
             return
-        if _in_backward():
+        if in_backward():
             self._recomputes()
             return
         if self._was_skipped():
@@ -123,7 +124,7 @@ class Attached:
                 )
 
     def _watch_backward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._backward_ran or self.replaying or not module.training or _in_backward():
+        if self._backward_ran or self.replaying or not module.training or in_backward():
             return
         outputs = output if isinstance(output, tuple | list) else [output]
         for x in outputs:
@@ -384,7 +385,3 @@ def _check_layers(model: nn.Module, layers: Any) -> None:
             raise TypeError(f"layers[{index}] must be a module, found {type(layer).__name__}")
         if layer not in own:
             raise ValueError(f"layers[{index}] is a {type(layer).__name__} that is not the model's")
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

@@ -17,13 +17,14 @@ from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import check_initial
-from lorakernels.modules.lora import ADAPTER_DTYPES, LoRALinear, first_plain_dtype
+from lorakernels.modules.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets
 from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
+from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 
@@ -86,7 +87,7 @@ def _apply(
         raise ValueError(
             f"model has {len(present)} LoRALinear already (the first is {present[0]!r})"
         )
-    if adapter_dtype not in (None, *ADAPTER_DTYPES):
+    if adapter_dtype not in (None, *FLOATS):
         raise TypeError(
             f"adapter_dtype must be float32, bfloat16 or float16, found {adapter_dtype}"
         )
@@ -172,7 +173,7 @@ def _own_dtype(model: nn.Module, path: str) -> torch.dtype:
     module = model.get_submodule(path)
     others = (p for name, p in model.named_parameters() if "scale" not in name)
     dtype = first_plain_dtype((module.weight, module.bias, *others)) or torch.get_default_dtype()
-    if dtype not in ADAPTER_DTYPES:
+    if dtype not in FLOATS:
         raise TypeError(
             f"adapter_dtype=None: {path} is {dtype}, expected float32, bfloat16 or float16"
         )

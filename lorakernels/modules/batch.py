@@ -72,7 +72,7 @@ class AdapterBatch:
         return found
 
     def _renewed(self) -> dict[str, nn.Parameter]:
-        """`_wholes`, after the adapters' parts were put where these lie now.
+        """`_wholes`, after moving the adapters' parts to where these parameters lie now.
 
         `model.to`, deepcopy and `load_state_dict(assign=True)` give a layer's parameters other memory.
         """
@@ -209,9 +209,8 @@ class AdapterBatch:
             made[device] = made.get(device) or AdapterRows.of(numbers, device)
         before = {path: layer._buffers.get(NAMED) for path, layer in self.layers.items()}
         try:
-            for layer in (
-                self.layers.values()
-            ):  # graphs that were captured see another buffer, and are not replayed
+            # graphs that were captured see another buffer, and are not replayed
+            for layer in self.layers.values():
                 layer.register_buffer(NAMED, made[layer.lora_A.device].numbers, persistent=False)
             with self._calls.holding(made):
                 yield

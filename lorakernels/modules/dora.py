@@ -34,9 +34,10 @@ class DoRALinear(LoRALinear):
     """A LoRALinear whose rows have trained magnitudes. `LoRAConfig.use_dora` selects it.
 
     A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
-    multiplies W twice, by x − D(x) and by D(x), as D(x) meets W as well in PEFT. Over an FP8 base with one scale, one
-    product has everything of D(x), or of x without dropout, but the bias, unless x is float16. Backward reads that
-    product. Where it is the result, without dropout and bias, torch refuses a backward after it was changed in place.
+    multiplies W twice, by x − D(x) and by D(x), because in PEFT dropout acts in front of W as well. Over an FP8 base
+    with one scale, one product computes all of D(x)'s terms but the bias, unless x is float16. Without dropout, D(x) is
+    x. Backward reads that product. Without dropout and bias it is also the result, and torch refuses a backward after
+    the result was changed in place.
 
     Attributes:
         lora_magnitude_vector: m [N], a Parameter in the adapter's dtype. It starts as ‖W + s · B A‖.
@@ -118,8 +119,11 @@ class DoRALinear(LoRALinear):
         return y + self._turned(kept)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """g ⊙ (x Wᵀ + s · x Aᵀ Bᵀ), g = m / ‖W + s · B A‖: over FP8 with one scale by the scale of each column of one
-        product. Else g multiplies what the product has written; float16 has too few exponents for g ⊙ B."""
+        """g ⊙ (x Wᵀ + s · x Aᵀ Bᵀ), g = m / ‖W + s · B A‖.
+
+        Over FP8 with one scale, g is in the scale of each of the product's columns. Else g multiplies what the product
+        has written, and so it does in float16, which has too few exponents for g ⊙ B.
+        """
         weight, call = self._held_and_call(AdapterNumbers(self.scaling))
         if self.fp8_state is None or x.dtype == torch.float16:
             y = lora_linear(x, weight, None, Adapter(self.lora_A, self.lora_B), call)

@@ -2,7 +2,7 @@
 """Experts' layers as one stack: what autograd/grouped_linear.py multiplies with one launch for all of them.
 
 The layers stay as they are, with parameters and scales of their own. Their weights move once into one piece of memory,
-one after the other, of which each layer's parameter is a part.
+one after the other. Each layer's parameter is then a part of it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAExperts: the experts of a mixture, each a linear layer of its own, so that LoRALinear and FP8 serve them.
+"""LoRAExperts: the experts of a mixture, each a linear layer of its own, which LoRALinear and FP8 can replace.
 
     y_t = Σ_j w_tj · down_e( act(gate_e x_t) ⊙ up_e x_t )       e = the expert that token t has chosen as its j-th
 
@@ -8,8 +8,8 @@ transformers 5 holds experts as two stacked parameters, `gate_up_proj` [E, 2 F, 
 memory, at `….experts.gate_up_proj.3`, which `apply_lora` then adapts as any other.
 
 The tokens are sorted by their experts on the device. On Hopper, experts in FP8 with one scale each run as one stack
-(expert_stack.py): a launch serves them all, and a CUDA graph can hold it. Elsewhere they run one after the other, and
-the host waits once a layer for the numbers of their tokens.
+(expert_stack.py). One launch computes them all, and a CUDA graph can hold it. Elsewhere they run one after the other,
+and the host waits once a layer to learn how many tokens each has.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from lorakernels.autograd import (
     share_input,
     shared_linear,
 )
+from lorakernels.device import in_backward
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.holder import refuse_split
 from lorakernels.modules.lora import LoRALinear
@@ -246,7 +247,7 @@ class LoRALinearGroup:
 
     def _check_recomputation(self, index: int) -> None:
         """RuntimeError if a recomputation lets another member draw the mask than the forward did: it would differ."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self._drew.add(index)
         elif index not in self._drew:
             raise RuntimeError(

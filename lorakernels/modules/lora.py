@@ -23,12 +23,11 @@ from lorakernels.modules.number import number
 from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
+from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
-
-ADAPTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
@@ -167,43 +166,6 @@ class LoRALinear(MergeableLinear):
         ).train(linear.training)
 
     @classmethod
-    def from_quantized(
-        cls,
-        weight: Tensor,
-        weight_scale_inv: Tensor,
-        bias: Tensor | None,
-        config: LoRAConfig,
-        *,
-        adapter_dtype: torch.dtype | None = torch.float32,
-        fp8_state: FP8State | None = None,
-        name: str = "",
-    ) -> LoRALinear:
-        """A LoRALinear over the very bytes of an e4m3 weight [N, K] with its fp32 scale_inv [1].
-
-        `adapter_dtype=None` gives the adapters the bias's dtype, or torch's default dtype without a bias.
-
-        Raises:
-            TypeError: the weight is not float8_e4m3fn.
-            ValueError: `weight_scale_inv` is not one value, or `config.fp8` is None.
-        """
-        if weight.dtype != torch.float8_e4m3fn:
-            raise TypeError(f"weight must be torch.float8_e4m3fn, found {weight.dtype}")
-        if weight_scale_inv.numel() != 1:
-            shape = tuple(weight_scale_inv.shape)
-            raise ValueError(f"weight_scale_inv must be one value per tensor, found shape {shape}")
-        if config.fp8 is None:
-            raise ValueError("config.fp8 must be a DelayedScaling for an FP8 weight, found None")
-        scale_inv = weight_scale_inv.detach().float().reshape(1).clone()
-        return cls.from_weight(
-            Weight(weight.detach().view(torch.uint8), scale_inv),
-            bias,
-            config,
-            adapter_dtype=adapter_dtype,
-            fp8_state=fp8_state,
-            name=name,
-        )
-
-    @classmethod
     def from_weight(  # type: ignore[override]
         cls,
         weight: Weight,
@@ -242,7 +204,7 @@ class LoRALinear(MergeableLinear):
         initial: Initial | None = None,
     ) -> None:
         dtype = dtype or torch.get_default_dtype()
-        if dtype not in ADAPTER_DTYPES:
+        if dtype not in FLOATS:
             raise TypeError(f"adapter dtype must be float32, bfloat16 or float16, found {dtype}")
         if config.use_dora != self.has_magnitude:
             kind = "a DoRALinear" if config.use_dora else "a LoRALinear"

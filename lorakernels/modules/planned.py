@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A layer's eager call whose plan is known: the way past all that was asked at an equal call before."""
+"""A layer's eager call by a known plan. It asks nothing again that was asked at an equal call before."""
 
 from __future__ import annotations
 

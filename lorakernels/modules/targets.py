@@ -108,9 +108,8 @@ def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
     """
     names = tuple(config.modules_to_save or ())
     modules = model.named_modules(remove_duplicate=False)
-    paths = {
-        clean_path(path): path for path, _ in modules if path
-    }  # of a wrapper and its inside, the inside
+    # where a wrapper and its inside have one clean path, the inside counts
+    paths = {clean_path(path): path for path, _ in modules if path}
     found = [path for clean, path in paths.items() if names and clean.endswith(names)]
     for name in names:
         other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
@@ -156,11 +155,6 @@ def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
     if wanted is None:
         return []
     return [p for p in paths if _is_wanted(config, wanted, p) and not _is_excluded(config, p)]
-
-
-def is_target(config: LoRAConfig, path: str) -> bool:
-    """Whether the rules choose `path`. "all-linear" needs a model: use match_targets."""
-    return bool(choose(config, [path]))
 
 
 def tails(path: str) -> Iterator[str]:

@@ -32,7 +32,7 @@ def philox4x32_10(counter: list[Tensor], key: tuple[Tensor, Tensor]) -> list[Ten
 
 
 def dropout_threshold(p: float) -> int:
-    """Of 65536 equally likely 16-bit draws, how many drop: `round(65536·p)`, halves up, at most 65535."""
+    """How many of 65536 equally likely 16-bit draws drop: `round(65536·p)`, halves up, at most 65535."""
     return min(int(65536.0 * p + 0.5), 65535)
 
 
@@ -71,7 +71,8 @@ def drawn_mask(dropout: Dropout, rows: int, cols: int) -> Tensor:
     slot = dropout.slot
     if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(dropout, rows, cols)
-    keep = slot.new_empty(rows, cols, dtype=torch.bool)  # of a plan's stand-in: a stand-in
+    # while a plan records, `slot` is a stand-in, and so is this
+    keep = slot.new_empty(rows, cols, dtype=torch.bool)
     if slot.is_cuda:
         stream = torch.cuda.current_stream(slot.device).cuda_stream
         where = (stream, slot.get_device())

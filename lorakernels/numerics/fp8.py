@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FP8 casts: `x8 = sat(x · scale)`, `scale_inv = 1/scale`; saturation keeps NaN and turns ±inf into ±max.
 
-An FP8 state is one fp32 tensor [L + 1, n] per direction: rows 0…L−1 are the amax history of n tensors, row L their
-scales (state/fp8.py). Scale 0 means that no amax has been seen yet: the tensor is then scaled by its own amax.
+An FP8 state is one fp32 tensor [L + 1, n] per direction (state/fp8.py). Rows 0…L−1 are the amax history of n tensors,
+and row L their scales. Scale 0 means that no amax has been seen yet: the tensor is then scaled by its own amax.
 
 FP8 operands cross an op's boundary as uint8 bytes, which torch's checks, gloo and autograd all understand.
 """
@@ -45,8 +45,9 @@ def quantize_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize(x: Tensor, scaling: Scaling | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x8 uint8, scale_inv fp32 [1]), contiguous. Without a scaling both are empty: the operand stays as it is.
 
-    Delayed scaling multiplies by the state's scale (by that of x's own amax while it is 0) and records the amax in the
-    state's row 0. Otherwise x is scaled by its own amax, and the state is left alone.
+    Delayed scaling multiplies by the state's scale and records the amax in the state's row 0. While the state's scale
+    is 0, x's own amax gives the scale. Without delayed scaling x is scaled by its own amax, and the state is left
+    alone.
     """
     if scaling is None:
         return x.new_empty(0, dtype=torch.uint8), torch.empty(0, device=x.device)

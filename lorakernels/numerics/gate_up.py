@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """gate_up [M, 2F] = gate | up in e4m3, as it may be kept until backward.
 
-256 columns of a row of gate and the same columns of up share a scale, that of their amax. One pass that reads them
-therefore computes act and leaves their bytes as well.
+256 columns of a row of gate and the same columns of up share a scale, which their amax gives. One pass that reads them
+therefore computes act and writes their bytes as well.
 """
 
 from __future__ import annotations

@@ -52,9 +52,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     starts = (last - blocks) * GROUP_ROWS
     of = sorted_.clamp(max=experts - 1)
     row = starts[of] + torch.arange(flat.numel(), device=device) - edges[of]
-    row = torch.where(
-        sorted_ < experts, row, rows
-    )  # a place behind the last, for those of no expert
+    # with a place behind the last, for choices of no expert
+    row = torch.where(sorted_ < experts, row, rows)
     place = torch.empty_like(row).scatter_(0, order, row)
     source = row.new_full((rows + 1,), -1).scatter_(0, row, order // per_token)[:rows]
     block = torch.arange(rows // GROUP_ROWS, device=device)

@@ -47,7 +47,7 @@ def _dequantized(x: Scaled, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tenso
 def adapter_places(
     side: SideBySide | None, compact: bool = False
 ) -> list[tuple[int, tuple[slice, slice]]]:
-    """Of each projection with R_i > 0: i, its N_i, and its R_i of the ΣR side by side; `compact`: of one R for all.
+    """For each projection with R_i > 0: i, its N_i, and its R_i of the ΣR side by side; `compact`: of one R for all.
 
     Without `side` there is one projection, which has everything.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters in one batch: rows [M, …] in J segments of M / J rows, one after the other, each with an adapter of its own.
 
-The ops take such adapters as A [J, R, K] and B [J, N, R], where one adapter for all rows is A [R, K] and B [N, R].
+The ops take such adapters as A [J, R, K] and B [J, N, R]. One adapter for all rows is A [R, K] and B [N, R].
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability_of, extension, in_backward, why_not_csrc
 from lorakernels.kernels.arguments import where
 from lorakernels.numerics.fp8 import FLT_MAX, divide
 from lorakernels.ops.hardware import Place, chosen_csrc
@@ -143,7 +143,7 @@ def not_in_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if not gated or torch._C._current_graph_task_id() == -1:
+        if not gated or not in_backward():
             run(forward, backward, current, gated, *args, **kwargs)
 
     return guarded

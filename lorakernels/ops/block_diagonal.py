@@ -5,8 +5,8 @@
     block_diagonal_parts   f_i D[rows of i, columns of i] for every R_i > 0
 
 B_i [N_i, R_i] and the results are of one floating dtype, f is fp32. A projection without an adapter has R_i = 0 and no
-block; its rows are zeros. compact: all R_i > 0 are one R, and what the backward has is [ΣN, R], the blocks one below
-the other. autograd/linear.py has the formulas that need them.
+block; its rows are zeros. With `compact`, all R_i > 0 are one R. The backward's matrix is then [ΣN, R], with the blocks
+one below the other. autograd/linear.py has the formulas that need them.
 
 One kernel each (kernels/triton/block_diagonal.py), where torch takes one or two per block. Each element is read once,
 multiplied in fp32 and rounded once at the store. More than 4 projections go through PyTorch.
@@ -52,7 +52,7 @@ def reference(
 
 
 def _shapes(side: SideBySide, compact: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the forward's D and of the backward's."""
+    """The shapes of the forward's D and of the backward's."""
     rows = sum(side.rows)
     return (rows, sum(side.ranks)), (rows, _width(side, compact))
 

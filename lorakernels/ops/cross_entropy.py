@@ -3,9 +3,9 @@
 
     loss = log Σ_v exp z_v − z_label        dz = factor · (softmax(z) − onehot(label))
 
-logits z [M, V] of bf16, fp16 or fp32, labels int64 [M], losses fp32 [M]. kernels/triton/cross_entropy.py reads the
-logits twice, the second time mostly from L2, and writes dz over them: 6MV bytes in bf16. PyTorch's fp32 log-softmax,
-its exponential and the one-hot subtraction move 26MV bytes and hold 8MV.
+The logits z [M, V] are bf16, fp16 or fp32, labels int64 [M], losses fp32 [M]. kernels/triton/cross_entropy.py reads the
+logits twice, the second time mostly from L2, and writes dz over them. That moves 6MV bytes in bf16. PyTorch's fp32
+log-softmax, its exponential and the one-hot subtraction move 26MV bytes and hold 8MV.
 
 `cross_entropy_fp8` writes dz / factor beside the logits as e5m2 bytes, for a product in FP8: 5MV bytes. Their scale is
 known beforehand, since no element of softmax(z) − onehot(label) is beyond ±1. So dz is read neither for its amax nor

@@ -3,14 +3,14 @@
 
     dx[m, k] = Σ_b dys[b, m] · ws[b, ⌊k/128⌋] · Σ_{n in block b} dy8[m, n] w8[n, k]  +  …
 
-dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]; w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds [M, R],
-dx [M, K], A [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same scale in
-both directions, so that its bytes serve both: no second copy.
+dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]. w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds is [M, R]
+and dx [M, K]. A is [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same
+scale in both directions, so that forward and backward read the same bytes, without a second copy.
 
 csrc/ops/fp8_gemm on Hopper turns W on its way through the registers, adds the branch there and rounds dx once. PyTorch
-adds the branch of several adapters after it. cuBLASLt multiplies the blocks themselves, for sizes that it takes, on a
+adds the branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a
 copy of Wᵀ that is made for the call. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
-CPU, and multiplies those. Behind these two the branch comes after the product.
+CPU, and multiplies those. After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 
     y[m, n] = Σ_b xs[b, m] · ws[⌊n/128⌋, b] · Σ_{k in block b} x8[m, k] w8[n, k]  +  …
 
-x8 [M, K] and w8 [N, K] are bytes of e4m3; xs fp32 [⌈K/128⌉, M] and ws fp32 [⌈N/128⌉, ⌈K/128⌉] are their scale_inv.
-bias [N], s [M, R], residual and y [M, N]. B is [N, R], or [J, N, R] of J adapters in one batch
+x8 [M, K] and w8 [N, K] are bytes of e4m3. xs fp32 [⌈K/128⌉, M] and ws fp32 [⌈N/128⌉, ⌈K/128⌉] are their scale_inv.
+bias is [N], s [M, R], residual and y [M, N]. B is [N, R], or [J, N, R] of J adapters in one batch
 (numerics/segments.py). The scales are applied to partial sums of 128 products in fp32, so that the tensor cores' short
 sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report, section 3.3).
 
 csrc/ops/fp8_gemm on Hopper adds the other terms in registers and rounds y once. PyTorch adds the term of several
 adapters after it. cuBLASLt multiplies the blocks themselves, for sizes that it takes. PyTorch's way dequantizes both
-operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. Behind these two the other terms come
-after the product, so that y is rounded up to four times.
+operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those. After cuBLASLt's or PyTorch's
+product, PyTorch adds the other terms one by one, so that y is rounded up to four times.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x Wᵀ + bias + scaling · s Bᵀ + residual: a frozen linear layer with its adapter's second half.
 
-x [M, K] and W [N, K] are e4m3, or both plain; bias [N], s [M, R], B [N, R], residual and y [M, N].
-csrc/ops/fp8_gemm on Hopper, and kernels/triton/fp8_linear_lora.py on other GPUs with TMA, add every term to the
-product's fp32 sums in registers and round y once. Added one after the other, each term reads and writes all of y: 4MN
-bytes in bf16, and a rounding.
+x [M, K] and W [N, K] are e4m3, or both plain. bias is [N], s [M, R], B [N, R], residual and y [M, N].
 
-What neither kernel takes is multiplied by cuBLASLt (`torch._scaled_mm`, with fast accumulation, as Transformer Engine
-does it forward). Without FP8 tensor cores both operands are dequantized to y's dtype; sizes that cuBLASLt does not take
+On Hopper csrc/ops/fp8_gemm runs, and on other GPUs with TMA kernels/triton/fp8_linear_lora.py. Both add every term to
+the product's fp32 sums in registers and round y once. Terms that are added one after the other each read and write all
+of y: 4MN bytes in bf16, and a rounding.
+
+What neither kernel takes is multiplied by cuBLASLt: `torch._scaled_mm` with fast accumulation, as in Transformer
+Engine's forward. Without FP8 tensor cores both operands are dequantized to y's dtype; sizes that cuBLASLt does not take
 are multiplied in fp32. A plain base is one product in x's dtype. The other terms come after these products, so that y
 is rounded up to four times.
 

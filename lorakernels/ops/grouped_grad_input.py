@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W_g + ds A_g of rows in groups: the gradient of what experts multiply.
 
-dy [M, N] bytes of e4m3 or e5m2 with a scale_inv fp32 [G] of each group, W [G, N, K] e4m3 bytes with a scale_inv [G],
-ds [M, R], A [G, R, K], dx [M, K]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a
-group are multiplied as they are.
+dy [M, N] is bytes of e4m3 or e5m2 with a scale_inv fp32 [G], one for each group. W [G, N, K] is e4m3 bytes with a
+scale_inv [G]. ds is [M, R], A [G, R, K], dx [M, K]. Rows that are nobody's (`Groups.group_of`) are not written. Rows
+behind the end of a group are multiplied as they are.
 
 csrc's kernel is the one of fp8_grad_input with W as it lies, whose row tiles take the matrices of their own group.
 """

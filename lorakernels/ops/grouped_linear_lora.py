@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x W_gᵀ + scaling · s B_gᵀ of rows in groups: the frozen matrices of experts with their adapters' second half.
 
-x [M, K] e4m3 bytes with a scale_inv fp32 [G] of each group, W [G, N, K] e4m3 bytes with a scale_inv [G], s [M, R],
-B [G, N, R], y [M, N]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a group are
-multiplied as they are.
+x [M, K] is e4m3 bytes with a scale_inv fp32 [G], one for each group. W [G, N, K] is e4m3 bytes with a scale_inv [G].
+s is [M, R], B [G, N, R], y [M, N]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of
+a group are multiplied as they are.
 
 csrc's kernel is the one of fp8_linear_lora, whose row tiles take the matrices of their own group: one launch for all.
 """

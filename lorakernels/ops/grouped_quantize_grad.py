@@ -5,8 +5,9 @@ dy [M, N], B [G, N, R], s [M, R]; dy8 [M, N] FP8 bytes, scale_inv fp32 [G], ds [
 amax are columns c + g of the FP8 state. Rows behind the end of a group count as zeros. Rows that are nobody's
 (`Groups.group_of`) are not written.
 
-A program of the Triton kernel takes some columns of a group's rows and keeps their dB. Each leaves dy B_g of its
-columns in fp32, and a sum over the programs follows, so that every order of summation depends on the shapes alone.
+A program of the Triton kernel takes some columns of a group's rows and keeps their dB. It writes dy B_g of its columns
+in fp32, and PyTorch adds these over the programs. Every order of summation therefore depends on the shapes
+alone.
 """
 
 from __future__ import annotations

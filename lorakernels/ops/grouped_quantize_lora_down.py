@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """x8 = sat(x · scale_g), s = x A_gᵀ, of rows in groups: what experts multiply, quantized, with their adapters' half.
 
-x [T, K], rows int32 [M], A [G, R, K]; x8 [M, K] e4m3 bytes, scale_inv fp32 [G], s [M, R]. Row m of x8 and s is that of
-x[rows[m]], and zeros where rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state. Rows that are
-nobody's (`Groups.group_of`) are not written.
+x is [T, K], rows int32 [M], A [G, R, K]. x8 [M, K] is e4m3 bytes, scale_inv fp32 [G], s [M, R]. Row m of x8 and s is
+made from x[rows[m]], and is zeros where rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state.
+Rows that are nobody's (`Groups.group_of`) are not written.
 
 One Triton kernel gathers, quantizes and multiplies. Another one takes the amax of groups without a scale before.
 """
@@ -74,7 +74,7 @@ def why_not_triton(
 
 
 def why_not_grouped_triton(rank: int | None, **of: Tensor | None) -> str | None:
-    """None if Triton's kernels of rows in groups take these tensors, the first of which is x; else the reason."""
+    """None if Triton's kernels of rows in groups take these tensors, else the reason. The first of them is x."""
     for label, tensor in of.items():
         if tensor is None:
             continue

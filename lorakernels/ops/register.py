@@ -247,19 +247,19 @@ def define_composed(
 
 
 _EVAL_FRAME = torch._C._dynamo.eval_frame
+# torch 2.8 has no get_kernel
 _CAN_BE_SHORT = hasattr(torch.library, "get_kernel") and hasattr(
     _EVAL_FRAME, "get_eval_frame_callback"
-)  # torch 2.8 has no get_kernel
+)
 _BELOW = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def _short(
     fn: Callable[..., Any], general: Callable[..., Any], key: torch._C.DispatchKey
 ) -> Callable[..., Any]:
-    """An Autograd kernel that calls `fn` itself where nobody but the device's kernel would be called. Else `general`.
+    """An Autograd kernel that calls `fn` itself if the dispatcher would call only the device's kernel. Else `general`.
 
-    Compiled code calls it so. A way through the dispatcher takes more of the host's time than all that `fn` does by a
-    plan.
+    Calls from compiled code are of this kind. The dispatcher takes more of the host's time than `fn` by a plan.
     """
     device_type = key.name.lower()
     ends_there: dict[int, bool] = {}

@@ -5,8 +5,8 @@
     dx = dresidual + rstd · (g − h · mean(g ⊙ h))      g = dnormed ⊙ weight      h = x · rstd
     dweight = Σ_rows dnormed ⊙ h
 
-x, normed, dnormed, dresidual and dx [M, K] are of one dtype; weight is [K], rstd fp32 [M], dweight fp32 [K], and x8
-[M, K] e4m3 bytes. The arithmetic is fp32's, with one rounding when a result is stored. Forward also rounds h before it
+x, normed, dnormed, dresidual and dx [M, K] are of one dtype. weight is [K], rstd fp32 [M], dweight fp32 [K]. x8 [M, K]
+is e4m3 bytes. The arithmetic is fp32's, with one rounding when a result is stored. Forward also rounds h before it
 multiplies by the weight, as Transformers' LlamaRMSNorm does. What is quantized is normed as stored, kept or not.
 
 Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and writes what is asked for. In bf16 that is 3MK
@@ -16,8 +16,9 @@ amax where the state has no scale yet, and in evaluation.
 A row's blocks of 128 have scales of their own, where they are asked for, in the same read. A block's columns are in one
 warp, which finds their amax by itself.
 
-The kernel is compiled anew for what is stored, with `keep` or a scaling or without, and then a row's sum, and so rstd
-and normed, may differ in the last bit. Equal arguments give equal bits, as in a checkpoint's recomputation.
+The kernel is compiled anew for each choice of what is stored (`keep`, a scaling). Between two such kernels a row's sum
+may differ in the last bit, and so may rstd and normed. Equal arguments give equal bits, as in a checkpoint's
+recomputation.
 
 Backward is one kernel, which reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the
 norm is trained, takes two more kernels and another 4MK bytes.

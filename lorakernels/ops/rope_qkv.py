@@ -4,8 +4,8 @@
     out₁ = x₁ cos₁ − x₂ sin₁      out₂ = x₂ cos₂ + x₁ sin₂      a head's halves, as in Transformers' `rotate_half`
     dx₁ = d₁ cos₁ + d₂ sin₂       dx₂ = d₂ cos₂ − d₁ sin₁
 
-qkv, dqkv [M, (H + 2 Hk) D], cos and sin [T, D], multiplier fp32 [3]. dq [B, H, T, D], dk and dv [B, Hk, T, D] may have
-any strides but the last. The arithmetic is fp32's, with one rounding when a result is stored.
+qkv and dqkv are [M, (H + 2 Hk) D], cos and sin [T, D], multiplier fp32 [3]. dq [B, H, T, D], dk and dv [B, Hk, T, D]
+may have any strides, if the last one is 1. The arithmetic is fp32's, with one rounding when a result is stored.
 
 Each way is one kernel (kernels/triton/rope_qkv.py). Forward turns q and k in place and moves 4M(H + Hk)D bytes in bf16.
 Backward gathers what attention's backward left, turns q and k back and multiplies by the ratios of the weights' scales.
@@ -115,7 +115,7 @@ rope_qkv_ = define(
 def reference_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
 ) -> Tensor:
-    """dqkv [M, (H + 2 Hk) D], M = B T, of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3].
+    """dqkv [M, (H + 2 Hk) D] of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3]. M = B T.
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device does not fit.

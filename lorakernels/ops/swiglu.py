@@ -5,15 +5,16 @@
     dup = dact ⊙ silu(gate)        dgate = dact ⊙ up ⊙ σ (1 + gate (1 − σ))
     dgate_up = dgate · m₀ | dup · m₁          d8 = sat(dgate_up · scale)
 
-gate_up = gate | up and dgate_up [M, 2F], act and dact [M, F], a8 [M, F] e4m3 bytes, d8 [M, 2F] bytes, m fp32 [2].
-gate_up is in bf16, fp16 or fp32, or in e4m3 with scales of its own (numerics/gate_up.py). The arithmetic is fp32's,
-with one rounding when a result is stored. What is quantized is the result as stored, whether it is kept or not.
+gate_up = gate | up and dgate_up are [M, 2F], act and dact [M, F]. a8 [M, F] is e4m3 bytes, d8 [M, 2F] bytes, m fp32
+[2]. gate_up is in bf16, fp16 or fp32, or in e4m3 with scales of its own (numerics/gate_up.py). The arithmetic is
+fp32's, with one rounding when a result is stored. What is quantized is the result as stored, whether it is kept or
+not.
 
 Each way is one kernel (kernels/triton/swiglu.py), which reads its operands once and writes what is asked for. Forward
 in bf16 moves 5MF bytes for a8 alone, 7MF with gate_up's own bytes beside it and 3MF from such bytes. An activation, a
 product and a quantization apart move 13MF. Backward moves 8MF bytes for d8 alone, 6MF from bytes. A second kernel in
-front takes the amax where the state has no scale yet, and in evaluation. Blocks of 128 have their scales in the same
-pass; the gradient's do where F is a multiple of 128, else by a pass of their own.
+front takes the amax where the state has no scale yet, and in evaluation. Blocks of 128 get
+their scales in the same pass. Blocks of the gradient need a pass of their own unless F is a multiple of 128.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ContextParallel:
         self._plain: Tensor | None = None  # positions of rows that are one document each, made here
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
-        """Of a copied model, over the same ranks."""
+        """The ContextParallel of a copied model, over the same ranks."""
         made = memo[id(self)] = ContextParallel(self.model, self.ranks)
         made.model, made.checks_places = copy.deepcopy(self.model, memo), self.checks_places
         for owner, name, value in self._before:
@@ -67,7 +67,7 @@ class ContextParallel:
 
     @classmethod
     def of(cls, model: nn.Module) -> ContextParallel | None:
-        """Of a model whose rows are shared; None if they are not."""
+        """The ContextParallel of a model whose rows are shared; None if they are not."""
         found: ContextParallel | None = vars(model).get(_OF_MODEL)
         return found
 

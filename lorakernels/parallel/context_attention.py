@@ -74,7 +74,7 @@ class Chunks(NamedTuple):
         return chunks.movedim(0, 1).flatten(1, 2)
 
     def segments(self, starts: Tensor, rows: int, begin: int, longest: int) -> Segments:
-        """Of the chunk of each row that begins at `begin`, with all keys of all rows.
+        """The segments of the chunk of each row that begins at `begin`, with all keys of all rows.
 
         Every document, and every row's keys behind the chunk, is a segment. Their number depends on shapes alone, and
         the host never reads the device.

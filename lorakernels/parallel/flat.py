@@ -4,8 +4,8 @@
     parameter 0   padding   parameter 1   padding   parameter 2   padding
     └──────── part 0 ────────┘└──────── part 1 ────────┘└──── part 2 ────┘
 
-Parameters and parts begin at multiples of ALIGN. An element-wise kernel therefore cuts a parameter into vectors and a
-rest at the same elements, whether it gets the whole parameter or a rank's piece of it.
+Parameters and parts begin at multiples of ALIGN. An element-wise kernel therefore cuts a rank's piece into
+vectors at the same elements as the whole parameter, and computes the same bits.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from lorakernels.parallel.plan_time import (
     stretched,
 )
 
-EXPOSED = 0.02  # of a step: what counts as hidden
+EXPOSED = 0.02  # of a step: copies that add less count as hidden
 EQUAL = 1.01  # steps that differ by less count as equally fast
 
 
@@ -258,9 +258,8 @@ def predict(
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
-    ends = sum(
-        split[:1] + split[-1:]
-    )  # the embedding and the head, once each; nothing runs beside them
+    # the embedding and the head, once each; nothing runs beside them
+    ends = sum(split[:1] + split[-1:])
     exposed += ends * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
@@ -283,7 +282,7 @@ def predict(
 def _layer_time(
     kind: tuple[LayerSize, str], batch: Batch, machine: Machine, placement: Placement, factor: float
 ) -> LayerTime:
-    """Of a layer in its form, `factor` times as long as its kernels alone."""
+    """The times of a layer in its form. It takes `factor` times as long as its kernels alone."""
     (size, save), n = kind, placement.ranks
     block = weights(size)
     gather = block * (n - 1) / n / machine.peer
@@ -376,7 +375,7 @@ def _saves(
 
 
 def _best(plans: list[ShardPlan]) -> ShardPlan:
-    """Of the fastest ones, that with the least on the host and the base over the fewest GPUs."""
+    """The fastest plan. Of equally fast ones, the one with the least on the host, then over the fewest GPUs."""
     limit = EQUAL * min(plan.step for plan in plans)
     fastest = [plan for plan in plans if plan.step <= limit]
     return min(fastest, key=lambda p: (p.bytes.host, p.placement.ranks))

@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Of one GPU; `host` is of the whole host, for all GPUs. `peak` is what torch's allocator and the shards hold.
+    """Bytes of one GPU, but `host` of the whole host. `peak` is what torch's allocator and the shards hold.
 
     `waiting` is the part of `host` in which activations wait, of one GPU. `exchange` is what other GPUs read of keys,
     values and their gradients.
@@ -148,8 +148,8 @@ def saves_within(
 ) -> list[str] | None:
     """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    What a backward needs depends on the choice; the budget shrinks by what the first guess lacks. So it does by what
-    `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
+    What a backward needs depends on the choice. The budget therefore shrinks by what the first guess lacks. It also
+    shrinks by what `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
     """
     split = placement.split(model)
     budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers), split)
@@ -179,7 +179,7 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
 
 
 def _layer(size: LayerSize, tokens: int, form: str) -> int:
-    """Of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps."""
+    """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps."""
     save = form.removesuffix(AWAY)
     row = 4 * size.hidden + 4 * size.ffn
     if size.ranks[2]:
@@ -193,7 +193,7 @@ def _layer(size: LayerSize, tokens: int, form: str) -> int:
 
 
 def _exchange(model: ModelSize, batch: Batch) -> int:
-    """Of ranks that share rows: what they lay down for each other (row_exchange.py), in memory that only grows.
+    """Bytes that ranks which share rows keep for their exchange (row_exchange.py), in memory that only grows.
 
     A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.
     """

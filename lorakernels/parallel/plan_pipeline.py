@@ -5,8 +5,8 @@
     bubble  1 − m · T / step; of p stages that take equally long, without sends, (p − 1) / (m + p − 1)
 
 The first term is the slowest stage's own work. The others fill and drain the pipeline once, before and after it. For
-equal stages that is (p − 1) / m of the ideal time, as in Narayanan et al., "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM" (2021), §2.2. Sends are of hidden states and their gradients, which torch's
+equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model Training on
+GPU Clusters Using Megatron-LM", 2021, §2.2). Sends are of hidden states and their gradients, which torch's
 schedule does not overlap.
 
 Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for

@@ -30,8 +30,8 @@ MERGE, MERGE_GRAD = 22, 6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
-# a product in blocks takes so many times that with one scale: fp8_block_linear.csv and fp8_block_grad_input.csv beside
-# fp8_linear_lora.csv and fp8_grad_input.csv of an H200, rank 16, geometric means
+# Time of a product in blocks over that of one with a single scale: geometric means over the shapes of an H200's
+# fp8_block_linear.csv and fp8_linear_lora.csv, fp8_block_grad_input.csv and fp8_grad_input.csv, at rank 16.
 BLOCK_FORWARD, BLOCK_BACKWARD = 1.17, 1.40
 REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
 
@@ -46,7 +46,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of one GPU."""
+        """The tokens of one GPU."""
         return self.sequences * self.length // self.ranks
 
 
@@ -81,7 +81,7 @@ class Parts:
 
 
 def gemm_seconds(shape: tuple[int, int, int], rate: float, processors: int) -> float:
-    """Of a product [M, K] [K, N], `shape` (M, N, K), at `rate` operations a second where all tiles are busy."""
+    """Seconds of a product [M, K] [K, N]. `shape` is (M, N, K), `rate` operations a second where all tiles are busy."""
     m, n, k = shape
     best = min(
         math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / processors) * rows * columns

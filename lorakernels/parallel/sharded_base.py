@@ -13,7 +13,7 @@ layers' own graphs; a replayed layer reads the same addresses. A step that is ca
 A microbatch of L layers gathers 2 (L − k) blocks: at both turns the last k layers are in their slots still. Another
 order of use is right, too; it only waits for more gathers.
 
-With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py), with slots of its own,
+With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py). It has slots of its own,
 which are filled one layer earlier. One GPU alone may do so, too; its other weights stay where they are.
 
 Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms and
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lorakernels.graphs import in_backward
+from lorakernels.device import in_backward
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import hold, is_split
 from lorakernels.numerics.fp8 import E4M3

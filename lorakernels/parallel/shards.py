@@ -44,7 +44,7 @@ class Shards:
         return self.memory[self.span(layer, self.rank)]
 
     def home(self, layer: int, entry: Entry) -> Tensor | None:
-        """uint8 [N · K]: where this rank holds a whole weight for good, if it is to be read there."""
+        """uint8 [N · K]: where this rank's shard holds a whole weight that layers read in place, else None."""
         block = self.blocks[layer]
         start, end = block.bounds[self.rank : self.rank + 2]
         if not block.in_place or not start <= entry.offset < end:

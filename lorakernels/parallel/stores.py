@@ -41,15 +41,16 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, device: torch.device) -> Place:
-        """Of a mesh with one axis, or of None."""
+        """The place of this process in a mesh with one axis; alone if `mesh` is None."""
         if mesh is None:
             return cls(None, 0, 1, device)
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), device)
 
 
 class Layout(NamedTuple):
-    """{path: decoder layer}; the blocks of what stays on the GPUs, and of what goes to the host. Either may be none.
+    """{path: decoder layer}, the blocks that stay on the GPUs, and the blocks that go to the host.
 
+    There may be none of either.
     `groups` has the weights of each of the near blocks, by the input that they share.
     """
 
@@ -84,9 +85,9 @@ def lay_out_base(
 
 
 def in_place(groups: list[list[Group]]) -> list[Block]:
-    """Blocks over two ranks, of which each holds whole groups, or none where a layer has one group alone.
+    """Blocks over two ranks, each of which holds whole groups. A layer with a single group gets none.
 
-    The larger part of the bytes goes to the ranks by turns, layer by layer.
+    The larger part of a layer's bytes goes to one rank and then to the other, layer by layer.
     """
     if min(map(len, groups)) < 2:
         return []
@@ -118,7 +119,7 @@ class Store:
         self.slots = Slots(sizes, count, ahead, self.transport, self.device)
 
     def entries(self, layer: int) -> tuple[Entry, ...]:
-        """Of the weights of `layer` that are kept here."""
+        """The entries of the weights of `layer` that are kept here."""
         return self.shards.blocks[layer].entries
 
     def discard(self) -> None:
@@ -156,9 +157,8 @@ def allocate(
     try:
         if layout.near:
             transport = comm.make(name, place.group, place.device)
-            two = (
-                name == "peer" and place.ranks == 2
-            )  # of more ranks, the parts would differ too much
+            # with more ranks, the parts would differ too much in size
+            two = name == "peer" and place.ranks == 2
             blocks = (in_place(layout.groups) if two else []) or layout.near
             with comm.together(place.group):  # one rank's GPU may be full
                 memory = transport.allocate(Shards.bytes_of(blocks, place.ranks))

@@ -116,9 +116,8 @@ class TensorParallel:
         vars(self.model)[WHOLE] = True
         try:
             for name, value in values.items():
-                trained[name].data = value.to(
-                    before[name].device
-                )  # elsewhere, autograd would begin anew
+                # elsewhere, autograd would begin anew
+                trained[name].data = value.to(before[name].device)
             yield
         finally:
             for name, own in before.items():
@@ -332,7 +331,7 @@ def parallelize(
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """Of all elements of `tensors`, fp32 [1]."""
+    """The sum of the squares of all elements of `tensors`, fp32 [1]."""
     if not tensors:
         return torch.zeros(1, device=device)
     norm = torch.nn.utils.get_total_norm([tensor.float() for tensor in tensors])

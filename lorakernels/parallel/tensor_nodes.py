@@ -128,9 +128,10 @@ def gathered(
 def summed(
     ranks: Ranks, partial: Tensor, factor: Tensor | None = None, added: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum over the ranks of `partial` [M, …] + `added`, and that of s or ds [M, R], in fp32 and rounded once.
+    """The sums over the ranks of `partial` [M, …] + `added`, and of `factor` (s or ds) [M, R].
 
-    With sequence parallelism this rank's rows of both. `added` is of those.
+    The factor's sum is taken in fp32 and rounded once. With sequence parallelism the results, and `added`, have this
+    rank's rows alone.
     """
     if ranks.sequence:
         return ranks.rows.sum(partial, factor, added)
@@ -153,7 +154,7 @@ def _reduced(ranks: Ranks, partial: Tensor) -> Tensor:
 
 
 def summed_over_rows(ranks: Ranks, *partials: Tensor) -> list[Tensor]:
-    """Gradients of what all ranks hold, of which each has the sums over its own rows: one exchange for all."""
+    """Gradients of parameters that all ranks hold, from each rank's sums over its own rows, in one exchange."""
     return ranks.rows.total(*partials) if ranks.sequence else [*partials]
 
 
@@ -217,7 +218,7 @@ class ColumnNode(torch.autograd.Function):
         weight: Weight,
         call: PartCall,
     ) -> Tensor:
-        """y_t [M, N/T] of x [M, K], of which a rank has M/T rows with sequence parallelism."""
+        """y_t [M, N/T] of x [M, K]. With sequence parallelism, x has this rank's M/T rows."""
         ranks, adapter = call.ranks, Adapter(lora_A, lora_B)
         ctx.call, ctx.dtype_bias = call, None if bias is None else bias.dtype
         ctx.row0 = ranks.rank * x.shape[0] if ranks.sequence else 0

@@ -93,7 +93,7 @@ class SharedScales:
         updates, rewrites, known = self._known.get(backward, (-1, -1, []))
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             if column < len(known) and known[column]:
-                return True  # what was put in place meanwhile is what the warm-up of the graph had found
+                return True  # the capture has put back the states in which the graph's warm-up found a scale
             raise RuntimeError(
                 "ranks have no FP8 scale yet, and cannot ask each other in a CUDA graph: train and update the scales "
                 "eagerly once before it is captured"

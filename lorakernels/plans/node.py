@@ -222,7 +222,7 @@ class PlannedNode(torch.autograd.Function):
         call: tuple[NodeRun, Sequence[int], Sequence[Tensor]],
         *tensors: Tensor | None,
     ) -> Any:
-        """`call`: what backward needs, the addresses of all that is given, and what backward gets by reference.
+        """`call`: a NodeRun for backward, the addresses of all given tensors, and those of them that backward reads.
 
         Raises:
             Misaligned: nothing was launched.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: what a function of ops launches for operands of given shapes, to be launched again by one call of csrc.
 
-The function has run once with stand-ins. What it returned becomes tensors of their own. What it saved for backward lies
-in one block, and everything else in another one, where memory that is needed no more is used again. That block is a
-result's memory, if one has room and is written after all of it.
+The function has run once with stand-ins. Each result becomes a tensor of its own. All that it saved for backward lies
+in one block. The rest is scratch and lies in another block, where tensors that are not needed at one time share
+memory. If a result is large enough and is written after the last use of scratch, its memory is that block.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def _result(tensor: StandIn, results: dict[int, tuple[torch.Size, torch.dtype]])
 
 
 def _born_later(rest: Sequence[Memory], size: int, results: Sequence[Memory]) -> int | None:
-    """The index of a result that has room for all of `rest`, and is not written before they are needed no more."""
+    """The index of a result that has room for all of `rest`, and is first written after their last use."""
     ends = [_NEVER if memory.died is None else memory.died for memory in rest]
     end = max(ends, default=_NEVER)
     found = (r.index for r in results if r.nbytes >= size and r.born >= end)

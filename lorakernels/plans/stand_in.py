@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors without memory, with which ops are run once to record what they launch.
 
-A `StandIn` has a tensor's shape, strides, dtype and device, and an address that stands for a place: csrc's
-LaunchList writes launches down with such addresses and replaces them at each run. The functions that launch an op's
+A `StandIn` has a tensor's shape, strides, dtype and device. Its address stands for a place: csrc's LaunchList writes
+launches down with such addresses and replaces them at each run. The functions that launch an op's
 kernels need nothing else of a tensor. Our ops run their CUDA implementation; everything else of torch that would
 compute raises `NotPlanned`.
 """

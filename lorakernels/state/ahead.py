@@ -3,7 +3,7 @@
 
 `torch.randint` draws a slot by a kernel: 16 µs of the host's time at each call of a layer, on an H200's host. What it
 draws is a function of the generator's seed and offset. A table of slots therefore holds the numbers that the next calls
-would draw, and a slot taken from it moves the offset as its kernel would. Setting the generator back, as a
+would draw. Taking a slot from it moves the offset as randint's kernel would. Setting the generator back, as a
 recomputation does, repeats its slots, and other draws in between change nothing.
 """
 

@@ -30,6 +30,7 @@ from torch._compile import _disable_dynamo
 
 from lorakernels import ops
 from lorakernels.config import GEMM_FIELDS, DelayedScaling
+from lorakernels.device import in_backward
 
 _CAPTURE = "a CUDA graph"
 _ENTRIES = {"names", "recipe", "in_charge", "forward", "backward"}
@@ -213,7 +214,7 @@ class FP8State:
             self.pin(_CAPTURE)
         if self.in_charge != "auto":
             return
-        if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
+        if in_backward():  # a recomputation
             return
         if self._leader is None or column in self._seen:
             self._leader = column

@@ -32,7 +32,7 @@ def choices(
 ) -> list[str]:
     """One line each for device and precision, layers, attention, graphs and reproducibility.
 
-    `longest`: tokens that no document of the training rows has more of.
+    `longest`: the tokens of the longest document in the training rows.
     """
     options, model = runtime.options, runtime.model
     return [
@@ -111,8 +111,7 @@ def attention_backend(
         asked: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None:
             asked = "packed"
-        report, given = fused.report, (q, k, v, asked, longest)
-        return report.backend_for(*given), report.why_not_graph(*given)
+        return fused.report.backend_for(q, k, v, asked, longest)
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)

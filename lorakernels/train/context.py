@@ -17,7 +17,7 @@ from lorakernels.train.ranks import Ranks
 
 
 def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
-    """The ranks, `cp` of which share each row, `pp` of which have a model's stages, `tp` of which have its layers.
+    """The ranks as groups: `cp` of them share each row, `pp` share a model's stages, `tp` share its layers.
 
     Raises:
         OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` does not.
@@ -51,15 +51,15 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         context = context_parallel(model, mesh)
     except (TypeError, ValueError) as error:
         raise OptionError(f"cp {ranks.cp}: {error}") from error
-    context.checks_places = (
-        False  # packing.py and `own_part` make the rows; a step's host waits for nothing
-    )
+    # packing.py and `own_part` make the rows. Without the check, the host waits for nothing in a step.
+    context.checks_places = False
 
 
 def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Batch:
-    """This rank's tokens of a batch of whole rows, all without a `context`. Its documents' starts stay the whole rows'.
+    """This rank's tokens of a batch of whole rows; without a `context` all of them.
 
-    With `isolate` False a row is one document, and positions are those in the row.
+    The documents' starts stay those of the whole rows. With `isolate` False a row is one document, and positions are
+    those in the row.
     """
     if context is None:
         return batch

@@ -45,7 +45,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a whole model: trained and all parameters, and FLOPs of a token."""
+    """How many parameters a whole model trains, how many it has, and the FLOPs of a token."""
 
     trained: int
     total: int

@@ -94,7 +94,7 @@ FEW = 10  # steps of an epoch, below which a run says so
 
 @dataclass(frozen=True)
 class Meshes:
-    """Over which ranks the base is sharded, which have a model's stages, and which its layers together; or None."""
+    """The ranks over which the base is sharded, a model's stages are spread, and its layers are split; or None."""
 
     base: DeviceMesh | None = None
     stages: DeviceMesh | None = None
@@ -182,7 +182,7 @@ def adapt(
         data = load_jobs(jobs, options, tokenizer, output / "tokens", reporter.say)
     else:
         data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
-    check_rows(data, ranks)  # what is checked of them below, all ranks then find alike
+    check_rows(data, ranks)  # the checks below then find the same on all ranks
     check_vocabulary(config, data.max_token)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
@@ -366,7 +366,7 @@ def add_adapters(
 
 
 def recipe_of(options: FinetuneOptions) -> DelayedScaling | BlockScaling | None:
-    """What the base follows; None for a plain one."""
+    """The FP8 recipe of the base; None for a plain base."""
     if not options.fp8:
         return None
     return BlockScaling() if options.fp8_recipe == "block" else DelayedScaling()
@@ -392,7 +392,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
 
 
 def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
-    """Of a whole model, whatever of it this rank has."""
+    """Sizes of the whole model, also if this rank has a part of it."""
     with whole_model(model):
         return Sizes.of(model, options.seq_len)
 

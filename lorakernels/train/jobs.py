@@ -5,8 +5,8 @@
     de: {data: [de.jsonl, news.txt], eval_data: [de_test.jsonl], r: 8}
 
 A step trains every job on as many rows of its own. They are the segments of one batch (AdapterBatch), in the file's
-order. A job's gradient is that of the mean over its own tokens, and is clipped by its own norm, so that it trains as it
-would alone. An epoch passes over the longest job's rows once, and over those of the others as often as that takes.
+order. A job's gradient is that of the mean over its own tokens, and is clipped by its own norm. It trains as it would
+alone. An epoch passes over the longest job's rows once, and over those of the others as often as that takes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class JobRows:
         return sum(self.targets_of_each([number]))
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Of J len(numbers) rows: the first job's, then the second's, …"""
+        """A batch of J len(numbers) rows: the first job's, then the second's, …"""
         parts = []
         for rows in self.each:
             own = self.numbers_of(rows, numbers)

@@ -76,6 +76,7 @@ def planned(
     found: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
     found["offload_activations"] = plan.offload_activations
     found["shard_embeddings"] = plan.placement.embeddings
-    if plan.placement.offload:  # rounded down, so that the same group of weights is enough
+    # rounded up, it could ask for one more group of weights than the plan has
+    if plan.placement.offload:
         found["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
     return replace(options, **found)

@@ -8,8 +8,8 @@
                   it skips the step, AdamW on the device, if loss or norm is not finite
     7 schedule    the learning rate, a function of the step number
 
-Stages 2 to 6 launch kernels and wait for none, unless the optimizer is one that no graph can hold, or steps over
-several ranks are long, as the first one may be. The values that change from step to step (tokens, learning rate) are
+Stages 2 to 6 launch kernels and wait for none. Two things make them wait: an optimizer that no graph can hold, and long
+steps over several ranks, as the first one may be. The values that change from step to step (tokens, learning rate) are
 on the device. The stages are therefore one function, which a runtime may capture.
 
 The loss is divided by the trained tokens of the whole step. Hence 1 × 4 and 4 × 1 microbatches, on one rank or four,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a model that `finetune` would train wrongly, before its first step.
 
-Two properties are required of a model. Its logits must be its output head applied to its hidden states, changed by no
-more than its config says, because the loss is computed without the model's own tail. Its packed documents must be
+Two properties are required of a model. Its logits must be its output head applied to its hidden states, with no change
+but what its config says. The loss is computed by our own code instead of the model's. Its packed documents must be
 computed as if each were alone.
 
 Each comparison sends the same shapes and the same tokens through the same kernels on both sides. In eval, an FP8 base

@@ -67,12 +67,12 @@ class Parts(ABC):
 
     @abstractmethod
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Of a checkpoint of all parts, the tensors and the optimizer's state of this rank."""
+        """This rank's tensors and optimizer state, from a checkpoint of all parts."""
 
 
 @contextlib.contextmanager
 def whole_model(model: nn.Module) -> Iterator[None]:
-    """Inside, a model of which ranks have parts is whole for files, with the values that were collected last."""
+    """Inside, files get the whole of a model that is split over ranks, with the values that were collected last."""
     parts: Parts | None = Parts.of(model)
     if parts is None:
         yield

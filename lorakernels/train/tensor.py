@@ -61,7 +61,7 @@ class SplitLayers(Parts):
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
         trained, found = self._trained(), checkpoint.state["optimizer"]
         if sum(len(group["params"]) for group in found["param_groups"]) != len(trained):
-            return checkpoint  # of another run, as the trainer will say
+            return checkpoint  # it belongs to another run, as the trainer will say
         values = {n: x for n, x in checkpoint.tensors.items() if n in trained}
         try:
             own = self.split.own(values)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each rank watches the one before it, and ends when that one has ended.
 
-A rank that waits for a kernel of NCCL cannot see that its peer is gone until NCCL's own timeout, and one that computes
-cannot either. A thread therefore waits for a message over gloo, whose connection breaks with the peer's process. It
-tells the next rank at once, so that all ranks wait for `GRACE` together, however many they are.
+A rank that waits for a kernel of NCCL, or computes, cannot see before NCCL's own timeout that its peer is gone. A
+thread therefore waits for a message over gloo, whose connection breaks with the peer's process. It tells the next rank
+at once, so that all ranks wait for `GRACE` together, however many they are.
 """
 
 from __future__ import annotations

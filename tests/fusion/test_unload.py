@@ -286,15 +286,6 @@ def test_what_cannot_be_unloaded_is_refused_by_name_and_unchanged():
     assert_as_before(model, before)
 
 
-def test_what_a_quantized_weight_came_with_is_not_written():
-    """The bytes are taken over, the scale is a copy."""
-    weight, scale = torch.randn(6, 8).to(torch.float8_e4m3fn), torch.full((1,), 0.5)
-    layer = LoRALinear.from_quantized(weight, scale, None, LoRAConfig(r=2))
-    nn.init.normal_(layer.lora_B)
-    layer.merge()
-    assert scale.item() == 0.5 and layer.weight_scale_inv.item() != 0.5
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_dtype_that_no_plain_weight_has_is_refused(dtype):
     layer = LoRALinear(24, 10, config=LoRAConfig(r=2))

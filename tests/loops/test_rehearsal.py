@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lorakernels import PhiloxState, attach, rehearsal
 from lorakernels.loops.parts import adapters
-from tests.loops.test_attach import adamw, llama
+from tests.loops.written_loops import adamw, llama
 
 
 def made() -> tuple[Any, Any, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from lorakernels import LoRALinear, apply_lora
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.targets import is_target, match_saved, match_targets
+from lorakernels.modules.targets import choose, match_saved, match_targets
 
 
 class Holder(nn.Module):
@@ -164,7 +164,7 @@ def test_any_path_like_peft(path, target, exclude, layers, pattern, save):
         "modules_to_save": save,
     }
     theirs = bool(utils.check_target_module_exists(peft.LoraConfig(**kwargs), path))
-    assert is_target(LoRAConfig(**kwargs), path) == theirs
+    assert bool(choose(LoRAConfig(**kwargs), [path])) == theirs
 
 
 @pytest.mark.parametrize("layer, chosen", [(0, True), (1, False), (2, False)])
@@ -175,7 +175,7 @@ def test_of_two_layers_in_a_path_the_first_counts(layer, chosen, pattern):
     path = "model.layers.0.tower.layers.1.experts.2.q"
     kwargs = {"target_modules": ["q"], "layers_to_transform": [layer], "layers_pattern": pattern}
     assert bool(utils.check_target_module_exists(lora(**kwargs), path)) == chosen
-    assert is_target(LoRAConfig(**kwargs), path) == chosen
+    assert bool(choose(LoRAConfig(**kwargs), [path])) == chosen
 
 
 @pytest.mark.parametrize(

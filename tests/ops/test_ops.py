@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every op of the registry keeps to: its schema, torch.library's opcheck, one compiled graph, empty tensors.
-
-`cases.arguments` has the arguments; an op without any fails here.
-"""
+"""The schema of every op of the registry, and what all ops do alike. test_contract.py runs each one over its cases."""
 
 from __future__ import annotations
 
@@ -93,6 +90,10 @@ def overload(name: str) -> torch._ops.OpOverload:
 @pytest.mark.parametrize("text", SCHEMAS, ids=lambda text: text.split("(")[0])
 def test_schema(text):
     assert str(overload(text.split("(")[0])._schema) == f"lorakernels::{text}"
+
+
+def test_every_op_has_its_schema_here():
+    assert {text.split("(")[0] for text in SCHEMAS} == set(OPS)
 
 
 def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():

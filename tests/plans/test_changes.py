@@ -18,7 +18,7 @@ from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear
 from lorakernels.autograd.linear_plan import PLANS
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
-from tests.plans.test_linear_plan import BF16, FP16, K, M, N, launches, layer, name_tensors
+from tests.plans.planned_layers import BF16, FP16, K, M, N, launches, layer, name_tensors
 from tests.recorded_calls import Recorded
 
 BYTES = re.compile(r" =[0-9a-f]*")  # where torch runs on a CPU, it writes amaxes

@@ -15,7 +15,7 @@ from lorakernels.autograd.linear_plan import ways_of_kinds
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
-from tests.plans.test_linear_plan import launches
+from tests.plans.planned_layers import launches
 
 K, N, M = 256, 384, 96
 BF16 = torch.bfloat16

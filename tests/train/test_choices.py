@@ -161,6 +161,7 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], rows: Any
 ) -> None:
     """On a GPU, which a parameter here pretends to be on."""
+    from lorakernels.fusion.fuse import ChosenBackend
     from lorakernels.train import choices as module
     from lorakernels.train.model import load_model
 
@@ -168,15 +169,11 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
     asked: list[Any] = []
 
     class Report:
-        def backend_for(self, q: Any, k: Any, v: Any, rows: Any, longest: int) -> str:
+        def backend_for(self, q: Any, k: Any, v: Any, rows: Any, longest: int) -> ChosenBackend:
             assert longest == 9
             assert q.shape == (2, 2, 16, 16) and k.shape == v.shape == (2, 1, 16, 16)
             asked.append(rows if isinstance(rows, str) else tuple(rows.shape))
-            return "cudnn"
-
-        def why_not_graph(self, q: Any, k: Any, v: Any, rows: Any, longest: int) -> str:
-            assert longest == 9
-            return "no reason"
+            return ChosenBackend("cudnn", "no reason")
 
     class Weight:
         is_cuda, dtype, device = True, torch.float32, CPU

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Delayed scaling for every tensor of a model, both directions, in one launch (TransformerEngine's recipe, but
-// non-finite entries of the history are ignored, so one inf or NaN does not freeze the scale for a whole history).
+// Delayed scaling for every tensor of a model, both directions, in one launch. It is Transformer Engine's recipe, but
+// ignores entries of the history that are not finite. One inf or NaN therefore does not freeze the scale for a whole
+// history.
 //
 // A direction's state is fp32 [history_len + 1, n], row-major: rows 0 .. history_len-1 are the amax history h, the last
-// row is the scale. Per column, with cur = h[0], or the entry of `current` where that is given (amaxes reduced over
-// ranks: n of forward, then n of backward):
+// row is the scale. `current`, if given, has amaxes that were reduced over ranks: n of forward, then n of backward.
+// Per column, cur is its entry of `current`, or else h[0]:
 //   cur == 0          nothing changes (the tensor was not used since the last update)
 //   otherwise         amax = cur (most recent), or the largest of cur and the finite h[1..] (max);
 //                     h[i] <- h[i+1], h[last] <- cur, h[0] <- 0;

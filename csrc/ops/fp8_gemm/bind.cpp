@@ -57,7 +57,7 @@ struct GradOut {
   static constexpr auto members() { return in_order(&GradOut::dx, &GradOut::ds, &GradOut::A); }
 };
 
-// Weights of as many groups, one after the other, and whose rows are whose (Fp8GemmParams).
+// The weights of `groups` groups, one after the other, and which rows belong to which group (Fp8GemmParams).
 struct GroupedWeight {
   Address data, scale_inv, group_of;
   int64_t groups;

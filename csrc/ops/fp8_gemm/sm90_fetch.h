@@ -62,7 +62,7 @@ struct Helper {
     }
   }
 
-  // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones: this is the
+  // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones. This is the
   // order in which sm90_untransposed.h has the rows of W8ᵀ.
   __device__ void fetch_permuted_columns(const void* v, int col0, int rank0) const {
     constexpr int kSixteens = Tile::kCols / 16;

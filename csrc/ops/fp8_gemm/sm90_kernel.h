@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // For .cu files only: the kernel behind params.h.
 //
-// One block per multiprocessor walks over the tiles of the output. Its first warpgroup fetches: warp 0 has the tensor
-// copy engine fill a ring of operand tiles. Warps 1 to 3 meanwhile fetch u, v, scales and bias, and draw the tile's
-// mask, so that the tensor cores need not wait for them. The other warpgroups multiply 64 rows of the tile each and
+// One block per multiprocessor walks over the tiles of the output. Its first warpgroup fetches. Warp 0 has the tensor
+// copy engine fill a ring of operand tiles. Warps 1 to 3 fetch u, v, scales and bias meanwhile, and draw the tile's
+// mask. The tensor cores need not wait for them. The other warpgroups multiply 64 rows of the tile each and
 // write their results to shared memory. The copy engine stores them from there while the next tile is multiplied. A
 // residual is copied into that same shared memory before.
 #pragma once

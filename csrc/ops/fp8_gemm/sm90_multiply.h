@@ -21,8 +21,8 @@ __device__ void settle(float (&sums)[kSums]) {
   for (float& each : sums) asm volatile("" : "+f"(each)::"memory");
 }
 
-// What a warpgroup multiplies at a time is a block, and what it finishes and rounds at a time is a piece of that. With
-// splits two blocks' sums fill its registers, and pieces of half a block leave room for theirs.
+// A warpgroup multiplies one block at a time, and finishes and rounds one piece of a block at a time. With splits the
+// sums of two blocks fill its registers, so that a piece is half a block, whose own sums still fit.
 template <typename T, bool kE5M2, bool kSplits, typename Tile, int kRankStep>
 struct Consumer {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
@@ -126,7 +126,7 @@ struct Consumer {
     float row[2], block[kBlocks];
   };
 
-  // Where they are. What lies beyond the rows and columns is not stored, and takes the scales of what is there.
+  // Where they are. Rows and columns beyond the output are not stored. They read the scales of the last ones inside.
   struct FactorsAt {
     uint32_t rows, steps, left, above, right, to_next;
 
@@ -146,9 +146,8 @@ struct Consumer {
     }
   };
 
-  // sum[block] += factors ⊙ part, once the tensor cores have written it. The factors are settled here, too: they were
-  // fetched a step before, and the compiler would multiply them at once and wait for them before the tensor cores
-  // start.
+  // sum[block] += factors ⊙ part, once the tensor cores have written it. The factors were fetched a step before. They
+  // are settled here, because the compiler would else multiply them, and wait for them, before the tensor cores start.
   __device__ void promote(float (&part)[kSums], int block, Factors& factors) {
     settle(part), settle(factors.row), settle(factors.block);
     const float low = factors.row[0] * factors.block[block], high = factors.row[1] * factors.block[block];
@@ -156,8 +155,8 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) sum[block][i] += part[i] * (i % 4 < 2 ? low : high);
   }
 
-  // The sums of operands with scales of 1 × 128 and 128 × 128: a step's products are summed by the tensor cores, times
-  // the scales and over the steps by fp32. row: a thread's first. The other warpgroups multiply while one adds.
+  // The sums of operands with scales of 1 × 128 and 128 × 128. The tensor cores sum a step's products. Times the
+  // scales, fp32 adds them over the steps. row: a thread's first. The other warpgroups multiply while one adds.
   __device__ void sum_scaled_blocks(Ring& ring, int row, int col) {
     FactorsAt at(params, row, col);
     float part[kSums];

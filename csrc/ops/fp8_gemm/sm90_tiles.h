@@ -65,8 +65,8 @@ struct Tiling {
   static __device__ int block_col(int block) { return block * kBlockCols; }
 };
 
-// The tiles that a block computes, in order. Tiles are numbered within groups of kGroup row tiles, down the rows first,
-// so that blocks which run together share their columns' operand in the L2 cache.
+// The tiles that a block computes, in order. Tiles are numbered within groups of kGroup row tiles, down the rows first.
+// Blocks that run at the same time therefore share their columns' operand in the L2 cache.
 template <typename Tile>
 struct Tiles {
   int rows, cols, at;
@@ -81,7 +81,7 @@ struct Tiles {
   __device__ int in_group() const { return min(rows - first(), kGroup); }
   __device__ int row() const { return (first() + at % (kGroup * cols) % in_group()) * Tile::kRows; }
   __device__ int col() const { return at % (kGroup * cols) / in_group() * Tile::kCols; }
-  // Whose matrices the tile multiplies; negative: nobody's, and it is passed over.
+  // The group whose matrices the tile multiplies. Negative: the rows belong to no group, and the tile is passed over.
   __device__ int group(const Fp8GemmParams& params) const {
     if constexpr (!Tile::kGrouped) return 0;
     return params.segment_rows > 0 ? row() / static_cast<int>(params.segment_rows)
@@ -102,8 +102,8 @@ __device__ int count_steps(const Fp8GemmParams& params) {
   return (steps + kMultiple - 1) / kMultiple * kMultiple;
 }
 
-// The buffer in which the fetching warps give u, v, the mask, the scales and the bias of a tile to the multiplying
-// warpgroups, and its two barriers. If the rank needs more than one step, the buffer is filled once for each step of
+// A buffer with two barriers. In it the fetching warps give u, v, the mask, the scales and the bias of a tile to the
+// multiplying warpgroups. If the rank needs more than one step, the buffer is filled once for each step of
 // each piece of the tile. Every thread that writes arrives at `full`, every thread that reads arrives at `empty`.
 template <typename Tile, int kRankStep>
 struct Extras {

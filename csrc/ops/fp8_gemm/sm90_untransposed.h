@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // For .cu files only: the work of a multiplying warpgroup of sm90_kernel.h for dxᵀ = W8ᵀ dy8ᵀ + (ds A)ᵀ.
 //
-// wgmma reads FP8 from shared memory only along the contraction, and W8's rows run across it. An operand in registers
-// is free of that rule. ldmatrix transposes pairs of bytes, which leaves two rows of W8ᵀ in the even and the odd bytes
-// of a word, and a byte permutation separates them. Therefore a warp has its 16 columns of dx in the order 0, 2, …, 14,
-// 1, 3, …, 15, and the two rows of dxᵀ that a thread holds are neighbouring columns of dx.
+// wgmma reads FP8 from shared memory only along the contraction, and W8's rows run across it. This does not hold for an
+// operand in registers. ldmatrix transposes pairs of bytes. Two rows of W8ᵀ are then in the even and the odd bytes of a
+// word, and a byte permutation separates them. Therefore a warp has its 16 columns of dx in the order 0, 2, …, 14,
+// 1, 3, …, 15. The two rows of dxᵀ that a thread holds are neighbouring columns of dx.
 #pragma once
 
 #include "device/ptx/threads.h"
@@ -96,15 +96,15 @@ struct UntransposedConsumer {
     }
   }
 
-  // Where the factor of a row of the tile is, of a step of either parity. A thread's rows 8 j + {0, 1} and, for an even
-  // j, 8 (j + 1) + {0, 1} are neighbours there, beyond the 2 (lane % 4) of its first.
+  // The address of a row's factor, of an even or an odd step. A thread's rows are 8 j + {0, 1}, beyond the 2 (lane % 4)
+  // of its first. For an even j, their factors and those of 8 (j + 1) + {0, 1} are neighbours.
   __device__ uint32_t factor_of(int row, uint32_t step) const {
     const int at = row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
     return base + Tile::kOffsetFactors + ((group * 2 + step % 2) * Tile::kRows + at) * 4;
   }
 
-  // The sums of operands with scales of 1 × 128 and 128 × 128: a step's products are summed by the tensor cores, times
-  // the scales and over the steps by fp32. The tile's columns share a block of the weight. (row, col): where it begins.
+  // The sums of operands with scales of 1 × 128 and 128 × 128. The tensor cores sum a step's products. Times the
+  // scales, fp32 adds them over the steps. The tile's columns share a block of the weight. (row, col): where it begins.
   __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even, int row, int col) {
     constexpr int kEach = (Tile::kRows + 127) / 128;  // factors that a thread fetches for its warpgroup
     const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));

@@ -12,7 +12,7 @@ constexpr int kChunks = kTile / 16;  // 16-byte pieces of a tile's row
 constexpr uint32_t kBand = 32;       // tiles
 static_assert(kTile * kChunks == 4 * kThreads, "a thread has one piece of each of four neighbouring rows");
 
-// load and store move 16 bytes, of which the first `count` exist. load gives zeros for the others.
+// load and store move 16 bytes. Only the first `count` of them exist: load gives zeros for the rest.
 template <bool kVector>
 __device__ uint4 load(const uint8_t* from, int64_t count) {
   uint4 chunk{0, 0, 0, 0};
@@ -50,8 +50,8 @@ __device__ void transpose_4x4(uint32_t (&word)[4]) {
   word[2] = __byte_perm(high01, high23, 0x5410), word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Shared memory holds each column of a tile as 32 words of four bytes. Word w of column c is at w ^ 4 (c / 16). The 32
-// stores of a warp, 4 words of 8 columns that are 16 apart, then go to 32 banks, and 16 bytes of a column stay
+// Shared memory holds each column of a tile as 32 words of four bytes. Word w of column c is at w ^ 4 (c / 16). A warp
+// stores 4 words of 8 columns that are 16 apart. These 32 stores go to 32 banks, and 16 bytes of a column stay
 // together.
 template <bool kVector>
 __global__ void __launch_bounds__(kThreads) transpose_fp8_kernel(const TransposeFp8Params params) {

@@ -6,10 +6,10 @@ A fused layer computes (autograd/decoder_layer.py):
     h2 = h + f o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + f down(act(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
 
 RoPE turns whole heads, as transformers' `rotate_half` does, and q and k may be normed before it. Some layers may be
-without RoPE. f is one number, which is 1 in most families. Where it is not, the sum is an operation of its own, and so
-it is where the results of o and down are normed before they are added. There may be no norm before q, k, v and before
-gate, up. act is SiLU or the tanh form of GELU. Attention's scores may have a cap.
-A family fits if its layer computes the same. Its file here says where the parts are, and refuses what changes the sum.
+without RoPE. f is one number, which is 1 in most families. The sum is an operation of its own where f is not 1, or
+where the results of o and down are normed before they are added. There may be no norm before q, k, v and before gate,
+up. act is SiLU or the tanh form of GELU. Attention's scores may have a cap. A family fits if its layer computes the
+same. Its file here says where the parts are, and refuses what changes the sum.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ torch's own cuDNN backend takes no packed sequences and refuses deterministic al
 executions can be captured in a CUDA graph.
 
 Packed sequences are cuDNN's "ragged" layout: sequence n begins `starts[n] ×` the row's stride elements after the
-tensor's first element. Sequences without tokens have length 0. Backward of packed sequences wants q laid out as dq:
-cuDNN 9.19 finds its fp32 sums of dq, which are laid out as dq, by the offsets of q, and refuses nothing.
+tensor's first element. Sequences without tokens have length 0. Backward of packed sequences
+needs a q that is laid out as dq. cuDNN 9.19 looks for dq's fp32 sums at the offsets of q, and does not check them.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class At(IntEnum):
     AMAX_O = 22
 
 
-# what q, k, v and P are multiplied by, P's and out's scale: in the order of numerics/fp8_attention.py
+# The factors of q, k, v and P, then the scales of P and out, in the order of numerics/fp8_attention.py.
 FACTORS = (At.DESCALE_Q, At.DESCALE_K, At.DESCALE_V, At.DESCALE_S, At.SCALE_S, At.SCALE_O)
 
 
@@ -54,8 +54,8 @@ class Form(NamedTuple):
         longest: tokens T of a row, or at most of a sequence.
         tokens: of all packed sequences together, at most; 0 for rows.
         heads, kv_heads, dim: H, Hk, D.
-        strides: of q, k and v in elements, each (of a row, of a head, of a token). Packed, cuDNN reads no
-            first one, but cuDNN 9.10 refuses 0. Of a token, all three have one, or q has that of out.
+        strides: of q, k and v in elements, each (of a row, of a head, of a token). For packed sequences cuDNN does not
+            read a row's stride, but cuDNN 9.10 refuses 0. A token's stride is the same in all three, or q has out's.
         dtype: bf16 or fp16, or e4m3 of q, k, v and out, for forward over rows.
         scale: the factor of q kᵀ.
         deterministic: whether backward sums in the same order each time. It takes 2 B H T² more bytes meanwhile.

@@ -5,8 +5,9 @@
     [v = label])
 
 First pass: online maximum and sum, so z is read once for both. Second pass: dz over z in z's dtype, or beside it in
-e5m2. An ignored row is not read: its loss and gradient are 0 whatever it holds. A label outside of [0, V) gives NaN:
-a capture cannot raise. fp32 arithmetic in an order that depends on V alone, one rounding at the store.
+e5m2. An ignored row is not read: its loss and gradient are 0 whatever it holds. A label outside of [0, V) gives NaN,
+because a captured kernel cannot raise. The arithmetic is fp32's, in an order that depends on V alone, with one rounding
+at the store.
 """
 
 from __future__ import annotations

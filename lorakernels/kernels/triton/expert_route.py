@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/expert_route.py: one counts each expert's tokens in parts, the other places them.
 
-A program takes PART choices. What is of one expert keeps its order: a choice comes behind those of the parts before it,
-and behind those of its own part that are before it.
+A program takes PART choices. Choices of one expert keep their order: first those of earlier parts, then those of
+the same part that come earlier.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton's kernel of ops/fp8_linear_lora.py: y = x Wᵀ · (sx sw) + bias + scaling · s Bᵀ + residual, rounded once.
 
-x [M, K], W [N, K] e4m3, read by TMA, W with one scale or one for each row; s [M, R] bf16 or fp16, B [N, R], bias [N]
-of any floating type; residual in y's type, read by TMA; y [M, N].
-The FP8 product stays in fp32 registers. B is rounded to s's dtype on the way into shared memory; s Bᵀ is added by
-bf16 or fp16 MMAs after the FP8 steps, because Hopper's FP8 MMA drops low bits of what it adds to. So that the adapter's
+x [M, K] and W [N, K] are e4m3. W has one scale, or one for each row. s [M, R] is bf16 or fp16; B [N, R] and bias [N]
+are of any floating type. residual and y [M, N] are of one type. TMA reads x, W and residual.
+The FP8 product stays in fp32 registers. B is rounded to s's dtype on the way into shared memory. bf16 or fp16 MMAs add
+s Bᵀ after the FP8 steps, because Hopper's FP8 MMA drops low bits of what it adds to. So that the adapter's
 terms are not rounded again, the accumulator is multiplied by sx sw / scaling before them and by scaling after them.
 
 One program per multiprocessor walks over the tiles. Tile and contraction are two loops, not one flattened loop. With a
@@ -21,15 +21,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lorakernels.kernels import tune
+from lorakernels.kernels.triton.launch import TRITON_DTYPE
 from lorakernels.kernels.triton.launch import launch as launch_kernel
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Scaled, Up, Weight
-
-_TRITON_DTYPE = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
 
 
 @triton.jit
@@ -158,7 +153,7 @@ def launch(
     programs: int,
     residual: Tensor | None = None,
 ) -> None:
-    """Write y. `why_not_triton_kernel` of the op has nothing against the operands; no more `programs` than tiles."""
+    """Write y, with at most one of `programs` for each tile. The op's `why_not_triton_kernel` took the operands."""
     m, n = y.shape
     s: Tensor | None = None
     lora_B: Tensor | None = None
@@ -167,7 +162,7 @@ def launch(
         lora_B, s, scaling = up
     assert weight.scale_inv is not None
     rank = 0 if s is None else s.shape[1]
-    s_dtype = _TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
+    s_dtype = TRITON_DTYPE[torch.bfloat16 if s is None else s.dtype]
     interpreted = not y.is_cuda  # there, bf16 operands of tl.dot are read as integers
     launch_kernel(
         _fp8_linear_lora_kernel,
@@ -193,7 +188,7 @@ def launch(
         HAS_RESIDUAL=residual is not None,
         SCALE_PER_ROW=weight.scale_inv.numel() > 1,
         S_DTYPE=s_dtype,
-        B_DTYPE=s_dtype if lora_B is None else _TRITON_DTYPE[lora_B.dtype],
+        B_DTYPE=s_dtype if lora_B is None else TRITON_DTYPE[lora_B.dtype],
         DOT_DTYPE=tl.float32 if interpreted else s_dtype,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,

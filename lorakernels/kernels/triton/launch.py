@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launch of a Triton kernel: by Triton, or recorded for csrc to launch (`_C.LaunchList`).
 
-Recorded is what Triton's launcher would hand to the driver. Triton compiles a kernel for the types of its arguments,
-and for whether they are divisible by 16, equal to 1, or known: what a stand-in answers is what is compiled for.
+What is recorded is what Triton's launcher would hand to the driver. Triton compiles a kernel for its arguments' types,
+and for whether each is divisible by 16, equal to 1, or a constant. A stand-in answers these questions in a tensor's
+place.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+import triton.language as tl
 from torch import Tensor
 from torch.nn import Parameter
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -18,6 +21,11 @@ from lorakernels.device import extension
 
 _PLAIN = frozenset({Tensor, Parameter, int, float, bool, type(None)})
 _WARP = 32  # threads
+TRITON_DTYPE = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -11,9 +11,10 @@ at once where the state has a scale. The host does not know which of both happen
         tl.store(x8 + at, encode(value * scale, E5M2, NATIVE))
     leave_amax(most, kept, state, …)
 
-OVERLAP (Hopper's programmatic launch, csrc/host): a kernel may be there before the one in front of it has ended,
-and waits for that end before it reads or writes anything. Of two, the first waits and only then lets the second start,
-which waits for the first only if it needs it: a first one that is not needed writes nothing.
+With OVERLAP (Hopper's programmatic launch, csrc/host/launch.h) a kernel may start before the previous one has ended.
+It waits for that end before it reads or writes anything. The MEASURE launch waits first and then lets the second launch
+start. The second launch therefore waits for the MEASURE launch alone, and only if it reads its amax. If the state has a
+scale, the MEASURE launch writes nothing, and there is nothing to wait for.
 
 An amax is the largest bit pattern of the magnitudes, as an integer: inf is above every number, NaN above inf.
 """
@@ -51,12 +52,12 @@ def kept_scale(state: tl.tensor, kept_at: tl.tensor, DELAYED: tl.constexpr) -> t
 
 @triton.jit
 def begin(MEASURE: tl.constexpr, QUANTIZE: tl.constexpr, OVERLAP: tl.constexpr) -> None:
-    """The first thing in a kernel, in all its programs; from here on all kernels in front have ended."""
+    """The first statement of a kernel, in each program. Then all earlier kernels but MEASURE launches have ended."""
     if OVERLAP:
         if MEASURE:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
-        elif QUANTIZE:  # behind one that measures: that has waited
+        elif QUANTIZE:  # the MEASURE launch in front has already waited
             tl.extra.cuda.gdc_launch_dependents()
         else:
             tl.extra.cuda.gdc_launch_dependents()
@@ -285,7 +286,7 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """Of a launch, beside num_warps."""
+        """The options of a launch, beside num_warps."""
         return launch_options(self.overlaps)
 
     @property
@@ -343,12 +344,12 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """Of a kernel that calls `begin` with OVERLAP = `early`."""
+    """The options of a launch whose kernel calls `begin` with OVERLAP = `early`."""
     return {"launch_pdl": True} if early else {}
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 2 for Triton's interpreter."""
+    """The GPU's number of multiprocessors; 2 for Triton's interpreter."""
     if device.type != "cuda":
         return 2
     return multiprocessors_of(torch.cuda.current_device() if device.index is None else device.index)

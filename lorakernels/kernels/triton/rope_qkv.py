@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/rope_qkv.py: a program turns some heads of one token, both halves of each in registers.
 
-The way back starts no kernel early: it runs behind attention's backward, which lets nobody start early either, and its
-many short programs take longer where the next kernel's are there already (docs/facts.md, H17).
+The backward kernel takes no part in early launches. Attention's backward in front of it lets no kernel start early. Its
+own many short programs take longer while those of the next kernel wait on the GPU (docs/facts.md, H17).
 """
 
 from __future__ import annotations
@@ -205,9 +205,8 @@ def _rope_backward_kernel(
     FP8_MAX: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    batch = tl.cast(
-        tl.program_id(0) // T, tl.int64
-    )  # divided in 32 bits: in 64 it takes a subroutine
+    # divided in 32 bits: in 64 it takes a subroutine
+    batch = tl.cast(tl.program_id(0) // T, tl.int64)
     token = tl.cast(tl.program_id(0) % T, tl.int64)
     c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T_angles, HALF, BLOCK)
     row = tl.program_id(0).to(tl.int64)

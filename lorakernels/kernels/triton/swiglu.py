@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lorakernels.kernels import tune_layer as tune
 from lorakernels.kernels.triton import quantize
-from lorakernels.kernels.triton.launch import launch
+from lorakernels.kernels.triton.launch import TRITON_DTYPE, launch
 from lorakernels.kernels.triton.quantize import (
     Quantized,
     begin_quantizing,
@@ -34,11 +34,6 @@ from lorakernels.numerics.gate_up import PACKED_COLUMNS, packed_scales
 from lorakernels.values import Scaled, Scaling
 
 _SCALED = tl.constexpr(SCALED)  # columns of a block
-_TRITON_DTYPE = {
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float32: tl.float32,
-}
 
 
 @triton.jit
@@ -300,7 +295,7 @@ def _launch(
             MEASURE=measure,
             PACK=pack is not None and not measure,
             KEEP=out.numel() > 0 and not measure,
-            DTYPE=_TRITON_DTYPE[dtype],
+            DTYPE=TRITON_DTYPE[dtype],
             BLOCK=config.block,
             PACKED=PACKED_COLUMNS,
             num_warps=config.num_warps,

@@ -187,9 +187,8 @@ def tokenize_files(
                 )
     file = open_tokens(target, notes)
     for counts, source in zip(file.files, sources, strict=True):
-        counts.name = str(
-            source.path
-        )  # equal files may have had other names when they were tokenized
+        # equal files may have had other names when they were tokenized
+        counts.name = str(source.path)
     return file
 
 

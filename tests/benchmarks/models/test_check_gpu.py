@@ -147,17 +147,17 @@ def test_a_named_part_comes_with_its_peer(check) -> None:
 
 @pytest.mark.parametrize("name", ["PEFT bf16", "drop-in, fused", "drop-in, attached"])
 def test_the_loops_train_the_same_model(load, name: str) -> None:
-    parts = load("lib.check_parts")
+    parts, full = load("lib.check_parts"), load("lib.check_full")
     parts.SECONDS = 0.01
-    found = parts.run(name, "tiny 2x32", "cpu", "", 60.0)
+    found = full.run(name, "tiny 2x32", "cpu", "", 60.0)
     assert found["tokens_per_s"] > 0 and 0 < found["host_share"] <= 1
     assert found["first_loss"] == pytest.approx(5.773, rel=0.01)
 
 
 @pytest.mark.slow
 def test_finetune_runs_through_the_command_line(load, tmp_path: Path) -> None:
-    parts = load("lib.check_parts")
-    found = parts.run("finetune", "tiny 2x32", "cpu", str(tmp_path), 120.0)
+    full = load("lib.check_full")
+    found = full.run("finetune", "tiny 2x32", "cpu", str(tmp_path), 120.0)
     assert found["tokens_per_s"] > 0 and found["note"].startswith("0 of 20 steps replayed, loss")
     assert (tmp_path / "run" / "adapter" / "adapter_config.json").is_file()
 
@@ -172,16 +172,16 @@ def test_a_command_that_fails_says_its_last_line(load, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_was_not(load, tmp_path: Path) -> None:
-    parts = load("lib.check_parts")
-    found = parts.run("resume", "tiny 2x32", "cpu", str(tmp_path), 300.0)
+    full = load("lib.check_full")
+    found = full.run("resume", "tiny 2x32", "cpu", str(tmp_path), 300.0)
     assert found["note"].endswith("the same losses to the bit")
 
 
 @pytest.mark.slow
 def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
-    parts = load("lib.check_parts")
+    full = load("lib.check_full")
     part = "Trainer, fused, callback"
-    found = parts.run(part, "tiny 2x32", "cpu", str(tmp_path), 60.0)
+    found = full.run(part, "tiny 2x32", "cpu", str(tmp_path), 60.0)
     assert found["tokens_per_s"] > 0 and "the model is on cpu" in found["note"]
 
 
@@ -189,10 +189,10 @@ def test_trainer_runs_our_layers(load, tmp_path: Path) -> None:
 def test_sft_trainer_trains_the_model_of_the_peer(load, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
-    parts, found = load("lib.check_parts"), {}
+    full, found = load("lib.check_full"), {}
     for name in ("SFTTrainer, PEFT bf16", "SFTTrainer, fused, callback"):
         (tmp_path / name).mkdir()
-        found[name] = parts.run(name, "tiny 2x32", "cpu", str(tmp_path / name), 60.0)
+        found[name] = full.run(name, "tiny 2x32", "cpu", str(tmp_path / name), 60.0)
     peft, ours = found.values()
     assert ours["tokens_per_s"] > 0 and "CUDA graphs need a GPU" in ours["note"]
     assert ours["first_loss"] == pytest.approx(peft["first_loss"], rel=0.005)
@@ -203,20 +203,20 @@ def test_gpu_tests_are_counted_and_stop_when_the_time_is_up(
     load, tmp_path: Path, monkeypatch
 ) -> None:
     """On files of three tests, of which the second or none fails."""
-    parts, full = load("lib.check_parts"), load("lib.check_full")
+    full = load("lib.check_full")
     monkeypatch.setattr(full, "ROOT", tmp_path)
     (tmp_path / "pyproject.toml").write_text("")
     (tmp_path / "tests").mkdir()
     tests = tmp_path / "tests" / "test_layering.py"
     tests.write_text("def test_a(): pass\ndef test_b(): pass\ndef test_c(): pass\n")
-    assert parts.run("gpu tests", "", "cpu", "", 60.0) == {"note": "3 passed"}
-    assert parts.run("gpu tests", "", "cpu", "", 0.0) == {
+    assert full.run("gpu tests", "", "cpu", "", 60.0) == {"note": "3 passed"}
+    assert full.run("gpu tests", "", "cpu", "", 0.0) == {
         "note": "1 passed; stopped before the last"
     }
     monkeypatch.delitem(sys.modules, "test_layering")
     tests.write_text("def test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pass\n")
     with pytest.raises(RuntimeError, match=r"2 passed, 1 failed: .*test_b"):
-        parts.run("gpu tests", "", "cpu", "", 60.0)
+        full.run("gpu tests", "", "cpu", "", 60.0)
 
 
 def test_gpu_tests_have_what_is_left_and_one_process_a_core(check, load) -> None:
