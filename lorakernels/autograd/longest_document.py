@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of what attention is told of the longest packed document.
+
+FlashAttention-2 computes no token behind that length, without a word. Where documents begin is known to the device
+alone as a rule, so that the host cannot compare. There it is a device assertion, which a CUDA graph holds, too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.kernels.arguments import where
+
+_RULE = "max_length_q must be at least the tokens of each document in cu_seq_lens_q"
+
+
+def check_longest(starts: Tensor, longest: int) -> None:
+    """Refuse documents of more than `longest` tokens.
+
+    On a GPU the host does not wait: a later call of CUDA's says "device-side assert triggered", and the rule that is
+    broken stands on stderr. The process needs a restart then.
+
+    Args:
+        starts: int32 [N + 1], where documents begin and the last one ends.
+        longest: tokens, the `max_length_q` of a fused layer.
+
+    Raises:
+        ValueError: `starts` are on a CPU, and a document is longer.
+    """
+    if starts.numel() < 2:
+        return
+    if starts.is_cuda and why_not_csrc(capability_of(starts.device)) is None:
+        starts, longest = starts.contiguous(), max(longest, 0)
+        extension().check_longest_document(starts, len(starts) - 1, longest, where(starts))
+    elif starts.is_cuda:
+        torch._assert_async((starts.diff() <= longest).all(), _RULE)
+    elif (found := int(starts.diff().max())) > longest:
+        raise ValueError(f"{_RULE}, found {longest} for one of {found}")
