@@ -281,8 +281,9 @@ def parallelize(
         TypeError: the model has no config of transformers.
         RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
-            ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or fused
-            with offloaded activations or FP8 attention, or a parameter outside of the split layers trains. All ranks raise, and nothing is changed.
+            ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
+            fused with offloaded activations or FP8 attention, or a parameter outside of the split layers trains. All
+            ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['tp'], found {mesh}")
