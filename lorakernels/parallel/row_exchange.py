@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -117,9 +118,13 @@ class PeerRows:
 
     The waits are torch's barriers between GPUs: nothing waits on the host, so that graphs can hold an exchange. All
     exchanges of a group use one memory, and have to be on one stream.
+
+    Where a rank raises in the middle of an exchange beside a product, its next one would be another than the others'.
+    It raises a RuntimeError from then on. They wait until that process ends, or for the timeout of their group.
     """
 
     name = "peer"
+    _broken = ""  # what was raised in the middle of an exchange
 
     def __init__(self, group: Any, device: torch.device, multiprocessors: int = 0) -> None:
         """`multiprocessors`: the least of a rank, where rows may travel beside products; 0 where they do not."""
@@ -191,12 +196,20 @@ class PeerRows:
 
     def _memory(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
+        self._refuse_if_broken()
         key = tuple(forms)
         found = self._views.pop(key, None) or self._lay_out(forms)
         self._views[key] = found  # behind all others, so that the first was not used for longest
         if len(self._views) > MOST_VIEWS:
             del self._views[next(iter(self._views))]
         return found
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                f"an exchange of rows broke off on this rank ({self._broken}), and the others are still in it: end the "
+                "process on all ranks"
+            )
 
     def _lay_out(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         starts, end = [], 0
@@ -263,9 +276,10 @@ class _PeersBeside:
         if small:
             torch._foreach_copy_([place for place, _ in small], [part for _, part in small])
         _lay_down(mine, totals)
-        self._send([(there[rank][0][here], parts[0]) for rank in peers._others])
-        product(here, parts)
-        self._join()
+        with self._at_once():
+            self._send([(there[rank][0][here], parts[0]) for rank in peers._others])
+            product(here, parts)
+            self._join()
         peers._wait()  # until they have written
         factors = [whole.clone() for whole in mine[1 : len(parts)]]
         for piece in (slice(0, here.start), slice(here.stop, size * rows)):
@@ -281,25 +295,43 @@ class _PeersBeside:
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         peers = self._peers
+        peers._refuse_if_broken()
         own, each = peers._rank, rows // peers._size
         there: list[list[Tensor]] = []
         sent = []  # until the copy engines have read them
-        for rank in peers._others:
-            part = product(slice(rank * each, (rank + 1) * each)).contiguous()
-            if not there:
-                there = self._places(part, factor)
-                peers._wait()  # until the others have added what was there
-                self._spread(there, factor)
-            self._send([(there[rank][0][own], part)])
-            sent.append(part)
-        mine = product(slice(own * each, (own + 1) * each)).contiguous()
-        self._join()
+        with self._at_once():
+            for rank in peers._others:
+                part = product(slice(rank * each, (rank + 1) * each)).contiguous()
+                if not there:
+                    there = self._places(part, factor)
+                    peers._wait()  # until the others have added what was there
+                    self._spread(there, factor)
+                self._send([(there[rank][0][own], part)])
+                sent.append(part)
+            mine = product(slice(own * each, (own + 1) * each)).contiguous()
+            self._join()
         peers._wait()  # until they have written
         parts = [mine if r == own else there[own][0][r] for r in range(peers._size)]
         found = sum_rows(parts, None if added is None else added.contiguous(), mine.dtype)
         if factor is None:
             return found, None
         return found, sum_rows([*there[own][1]], None, factor.dtype)
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Between the two waits of an exchange. What is raised there ends the copies, and all later exchanges.
+
+        A capture ends, too, but nothing has run in it, so that later exchanges are as before.
+        """
+        try:
+            yield
+        except BaseException as error:
+            capturing = torch.cuda.is_current_stream_capturing()
+            with suppress(RuntimeError):  # of a capture or a device that failed: `error` says why
+                self._join()  # before memory that they read serves others
+            if not capturing:
+                self._peers._broken = self._peers._broken or str(error) or type(error).__name__
+            raise
 
     def _places(self, part: Tensor, factor: Tensor | None) -> list[list[Tensor]]:
         """Each rank's memory for what all ranks write there: [ranks, M, N], and [ranks, M, R] of a factor."""
