@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, why_not_csrc
+from lorakernels.device import capability, extension, why_not_csrc
 from lorakernels.kernels.arguments import where
 
 _RULE = "max_length_q must be at least the tokens of each document in cu_seq_lens_q"
@@ -29,12 +29,16 @@ def check_longest(starts: Tensor, longest: int) -> None:
     Raises:
         ValueError: `starts` are on a CPU, and a document is longer.
     """
-    if starts.numel() < 2:
+    documents, index = len(starts) - 1, starts.get_device()  # -1: of a CPU
+    if documents < 1:
         return
-    if starts.is_cuda and why_not_csrc(capability_of(starts.device)) is None:
-        starts, longest = starts.contiguous(), max(longest, 0)
-        extension().check_longest_document(starts, len(starts) - 1, longest, where(starts))
-    elif starts.is_cuda:
+    if index < 0:
+        if (found := int(starts.diff().max())) > longest:
+            raise ValueError(f"{_RULE}, found {longest} for one of {found}")
+    elif why_not_csrc(capability(index)) is None:
+        starts = starts.contiguous()
+        extension().check_longest_document(
+            starts.data_ptr(), documents, max(longest, 0), where(starts)
+        )
+    else:
         torch._assert_async((starts.diff() <= longest).all(), _RULE)
-    elif (found := int(starts.diff().max())) > longest:
-        raise ValueError(f"{_RULE}, found {longest} for one of {found}")
