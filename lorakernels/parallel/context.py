@@ -301,6 +301,8 @@ class ContextParallel:
 
 def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
     """What is wrong with the call of a model whose rows are over ranks; "" if nothing."""
+    if rows.dim() < 2:
+        return f"rows must be [B, S/n] or [B, S/n, H], found {list(rows.shape)}"
     if kwargs.get("position_ids") is None:
         return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
     if kwargs.get("attention_mask") is not None:
