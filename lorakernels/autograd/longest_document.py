@@ -7,6 +7,7 @@ alone as a rule, so that the host cannot compare. There it is a device assertion
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def check_longest(starts: Tensor, longest: int) -> None:
     if documents < 1:
         return
     if index < 0:
-        if (found := int(starts.diff().max())) > longest:
+        if (found := int(np.diff(starts.numpy()).max())) > longest:
             raise ValueError(f"{_RULE}, found {longest} for one of {found}")
     elif why_not_csrc(capability(index)) is None:
         starts = starts.contiguous()

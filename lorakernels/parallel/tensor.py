@@ -284,6 +284,7 @@ def parallelize(
             ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
             fused with offloaded activations or FP8 attention, or a parameter outside of the split layers trains. All
             ranks raise, and nothing is changed.
+        torch.OutOfMemoryError: this rank's GPU is full, and so the model is lost. The others raise a ValueError.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['tp'], found {mesh}")
@@ -308,6 +309,17 @@ def parallelize(
     device = next(model.parameters()).device
     beside = overlap if sequence_parallel else False
     ranks.rows, why = row_exchange(transport, ranks.group, device, beside)
+    with comm.together(ranks.group):  # one rank's GPU may be full
+        cuts = _cut(model, found, ranks, loaded)
+        if vocabulary and not rows_read:
+            cuts |= split_vocabulary(model, ranks)
+    return TensorParallel(model, ranks, cuts, mesh, why)
+
+
+def _cut(
+    model: nn.Module, found: Found, ranks: Ranks, loaded: LoadedParts | None
+) -> dict[str, Cut]:
+    """Keep this rank's part of the layers that were found, and let them run over the ranks."""
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:
@@ -325,9 +337,7 @@ def parallelize(
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
         norm = base.get_submodule(found.spec.last_norm)
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
-    if vocabulary and not rows_read:
-        cuts |= split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts, mesh, why)
+    return cuts
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

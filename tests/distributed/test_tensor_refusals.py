@@ -317,6 +317,19 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     return float(expected), float(found), worst
 
 
+def full_on_one_rank(rank: int, mesh: Any) -> str:
+    """What is said where rank 1 lacks memory for a part."""
+    real = tensor.split_linear
+
+    def split_linear(model: nn.Module, cut_by: tuple[str, str], *rest: Any) -> Any:
+        if rank and cut_by[0].endswith("1.mlp.down_proj"):
+            raise torch.OutOfMemoryError("no memory")
+        return real(model, cut_by, *rest)
+
+    with mock.patch.object(tensor, "split_linear", split_linear):
+        return said_by(lambda: parallelize(make(WHOLE, CPU), mesh))
+
+
 OVERLAPS: dict[str, dict[str, Any]] = {
     "default": {},
     "whole rows": {"sequence_parallel": False},
@@ -360,6 +373,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "vocabularies": vocabularies(mesh),
         "biases": biases(group),
         "drifted": drifted(mesh, rank),
+        "full": full_on_one_rank(rank, mesh),
         "norms": norms(mesh),
         "edges": edges(mesh),
     }
@@ -368,6 +382,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> Any:
     return on_ranks(worker, 2, "gloo")
+
+
+def test_a_rank_that_lacks_memory_for_a_part_leaves_none_waiting(results: Any) -> None:
+    assert [found["full"] for found in results] == ["rank 1: no memory", "no memory"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
