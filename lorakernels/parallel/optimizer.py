@@ -94,7 +94,8 @@ class ShardedAdamW(torch.optim.AdamW):
         self._wholes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._own: torch.optim.AdamW | None = None
         self._compared = False
-        super().__init__(params, **adamw)
+        with comm.together(self._group):  # torch refuses a rank's list without parameters
+            super().__init__(params, **adamw)
         self._shard(self.param_groups)
         self._own = torch.optim.AdamW([self._mirror(group) for group in self.param_groups])
         self._begin_state()
@@ -104,15 +105,19 @@ class ShardedAdamW(torch.optim.AdamW):
 
         Where one rank lacks memory for them, all raise, and the optimizer is as it was.
         """
-        super().add_param_group(param_group)
-        if self._own is not None:
-            try:
-                self._shard(self.param_groups[-1:])
-            except BaseException:
-                self.param_groups.pop()
-                raise
-            self._own.add_param_group(self._mirror(self.param_groups[-1]))
-            self._begin_state()
+        if self._own is None:  # in __init__
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        try:
+            with comm.together(self._group):
+                super().add_param_group(param_group)
+            self._shard(self.param_groups[count:])
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        self._own.add_param_group(self._mirror(self.param_groups[-1]))
+        self._begin_state()
 
     def _mirror(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group over this rank's shards, with the same numbers."""

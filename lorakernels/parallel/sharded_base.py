@@ -292,10 +292,15 @@ def shard_base(
     """
     device = next(model.parameters()).device
     check_mesh(mesh)
-    if mesh is not None and mesh.device_type != device.type:
-        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
     place = Place.of(mesh, device)
-    find = partial(_layout, model, place, (slots, prefetch), offload)
+
+    def find() -> Layout:
+        if mesh is not None and mesh.device_type != device.type:
+            raise ValueError(
+                f"mesh must be of the model's device, {device}, found {mesh.device_type}"
+            )
+        return _layout(model, place, (slots, prefetch), offload)
+
     options = {
         "slots": slots,
         "prefetch": prefetch,

@@ -207,13 +207,17 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = torch.zeros(2)
     amsgrad = {**optimizer.state_dict(), "state": {0: {"max_exp_avg_sq": torch.zeros(3, 257)}}}
-    fresh = ShardedAdamW(params, mesh)
+    fresh, fresh_one = ShardedAdamW(params, mesh), [nn.Parameter(torch.ones(3, 257))]
     if rank == 1:
         params[3].grad = None
     return {
         "mesh": refused(lambda: ShardedAdamW(params, two)),
         "frozen": refused(lambda: ShardedAdamW(frozen_too, mesh)),
         "others": refused(lambda: ShardedAdamW(params[: len(params) - rank], mesh)),
+        "none": refused(lambda: ShardedAdamW(params if rank else [], mesh)),
+        "there already": refused(
+            lambda: optimizer.add_param_group({"params": fresh_one if rank else params[:1]})
+        ),
         "group": refused(lambda: optimizer.add_param_group({"params": frozen_too[-1:]})),
         "groups left": str(len(optimizer.param_groups)),
         "amsgrad": refused(lambda: ShardedAdamW(params, mesh, amsgrad=True)),
@@ -266,6 +270,8 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         "mesh": "one dimension, found 2",
         "frozen": "rank 1: parameter 6 (2,) requires no gradient",
         "others": "of rank 1 are not rank 0's",
+        "none": "optimizer got an empty parameter list",
+        "there already": "some parameters appear in more than one parameter group",
         "group": "rank 1: parameter 0 (2,) requires no gradient",
         "groups left": "1",
         "amsgrad": "has no amsgrad",

@@ -70,6 +70,9 @@ REFUSED: dict[str, Refused] = {
     "a mesh of another device": (
         lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",
     ),
+    "a model elsewhere on one rank": (
+        lambda rank: fp8_model().to("meta") if rank else fp8_model(), {}, "rank 1: mesh must be of the model's",
+    ),
     "slots that differ": (
         lambda rank: fp8_model(), {"slots": lambda rank: 2 + rank}, "slots differs: 2 on rank 0, 3 on rank 1",
     ),
