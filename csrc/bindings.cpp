@@ -15,6 +15,7 @@ PYBIND11_MODULE(_C, m) {
   lorakernels::register_bias_dropout_add(m);
   lorakernels::register_quantize_grad(m);
   lorakernels::register_quantize_lora_down(m);
+  lorakernels::register_longest_document(m);
   lorakernels::register_lora_grad_a(m);
   lorakernels::register_transpose_fp8(m);
   lorakernels::register_launch_list(m);

@@ -11,6 +11,7 @@
 #include "ops/bias_dropout_add/params.h"
 #include "ops/dropout_mask/params.h"
 #include "ops/fp8_gemm/params.h"
+#include "ops/longest_document/params.h"
 #include "ops/lora_grad_a/params.h"
 #include "ops/quantize_grad/params.h"
 #include "ops/quantize_lora_down/params.h"
@@ -56,6 +57,8 @@ void launch_quantize_grad(const QuantizeGradParams&, void*, int) { not_compiled(
 QuantizeLoraDownPlan quantize_lora_down_plan(int64_t, int64_t, int64_t, int) { not_compiled("quantize_lora_down"); }
 
 void launch_quantize_lora_down(const QuantizeLoraDownParams&, void*, int) { not_compiled("quantize_lora_down"); }
+
+void launch_longest_document(const LongestDocumentParams&, void*, int) { not_compiled("check_longest_document"); }
 
 void launch_lora_grad_a(const LoraGradAParams&, void*, int) { not_compiled("lora_grad_a"); }
 

@@ -50,6 +50,7 @@ void register_amax_and_scale_update(py::module_& m);
 void register_bias_dropout_add(py::module_& m);
 void register_quantize_grad(py::module_& m);
 void register_quantize_lora_down(py::module_& m);
+void register_longest_document(py::module_& m);
 void register_lora_grad_a(py::module_& m);
 void register_transpose_fp8(py::module_& m);
 void register_launch_list(py::module_& m);

@@ -29,6 +29,7 @@ OTHERS = {
     "_schema": TORCH,
     "_sequence_nr": TORCH,
     "_scaled_mm": TORCH,
+    "_assert_async": TORCH,
     "_cdata": TORCH,
     "_get_backend": TORCH,
     "_init_handles": "Triton loads a kernel that was compiled by it",

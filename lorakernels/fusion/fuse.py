@@ -82,6 +82,15 @@ class FuseReport:
         groups = (group for parts in self.parts for group in parts.groups)
         return counted(way for group in groups for way in group.eager_ways(kinds))
 
+    def trust_longest(self) -> None:
+        """Leave out the check of `max_length_q` in each call of a fused layer, where the caller has measured documents.
+
+        Then FlashAttention-2 computes no token of a longer document behind it, without a word. Call it before graphs
+        are captured, which keep the check that was there.
+        """
+        for parts in self.parts:
+            parts.checks_longest = False
+
     def backend_for(
         self,
         q: torch.Tensor,

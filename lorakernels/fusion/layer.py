@@ -25,6 +25,7 @@ from lorakernels.autograd.attention import (
 )
 from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
+from lorakernels.autograd.longest_document import check_longest
 from lorakernels.autograd.rms_norm import rms_norm
 from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
@@ -59,6 +60,7 @@ class Parts:
         attention: the backend asked for.
         chosen: the backend that is used, by shapes, dtype and kind of mask.
         context: what attends in the backend's place where ranks share rows; None where they do not.
+        checks_longest: whether each call compares `max_length_q` with the documents.
     """
 
     spec: LayerSpec
@@ -80,6 +82,7 @@ class Parts:
     offload: ActivationOffload | None
     chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
     context: Context | None = None
+    checks_longest: bool = True
 
     @property
     def over(self) -> Over | None:
@@ -155,6 +158,9 @@ class FusedDecoderLayer(nn.Module):
             RuntimeError: there is a cache where gradients are computed, a module was exchanged since `fuse`, or
                 autocast is to another dtype.
             TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
+
+        A `cu_seq_lens_q` of a GPU with a document longer than `max_length_q` is a device assertion
+        (autograd/longest_document.py).
         """
         if past_key_values is not None or kwargs.get("past_key_value") is not None:
             if self.training and torch.is_grad_enabled():
@@ -181,6 +187,7 @@ class FusedDecoderLayer(nn.Module):
         if parts.over is not None:
             parts.over.check(hidden_states)
         _check_window(self, parts, hidden_states, kwargs)
+        _check_longest(parts, hidden_states, kwargs)
         if parts.context is not None:
             parts.context.begin(hidden_states.shape[:2].numel() * parts.spread)
         call = _call(parts, hidden_states, position_embeddings)
@@ -236,6 +243,12 @@ def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
     return h.shape[:2].numel() * parts.spread // length, length
 
 
+def _tokens(parts: Parts, h: Tensor) -> int:
+    """Of all ranks that share the rows of h."""
+    ranks = 1 if parts.context is None else parts.context.size
+    return h.shape[:2].numel() * parts.spread * ranks
+
+
 class _Visible(NamedTuple):
     """What a token attends to: what a mask allows, or all tokens up to itself, of the row or of its packed sequence."""
 
@@ -246,10 +259,7 @@ class _Visible(NamedTuple):
 
 
 def _visible(parts: Parts, h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
-    starts = kwargs.get("cu_seq_lens_q")
-    tokens = (
-        h.shape[:2].numel() * parts.spread * (1 if parts.context is None else parts.context.size)
-    )
+    starts, tokens = kwargs.get("cu_seq_lens_q"), _tokens(parts, h)
     if starts is not None:
         return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
     causal = (
@@ -422,6 +432,13 @@ def _check_window(layer: nn.Module, parts: Parts, h: Tensor, kwargs: dict[str, A
             f"cu_seq_lens_q: sequences of up to {longest} tokens need a sliding window of {window}, which packed "
             "attention does not have; pass an attention_mask"
         )
+
+
+def _check_longest(parts: Parts, h: Tensor, kwargs: dict[str, Any]) -> None:
+    """Refuse a document that is longer than attention is told. None can have more tokens than there are."""
+    starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
+    if starts is not None and longest and parts.checks_longest and longest < _tokens(parts, h):
+        check_longest(starts, longest)
 
 
 def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -71,6 +71,26 @@ def patient(group: Any) -> Any:
     return _new_group(group, "gloo", WORK)
 
 
+def on_host(group: Any, device: torch.device) -> Any:
+    """Collective at its first call: `group`, or one of gloo's with its timeout. It waits for no `device`."""
+    if dist.get_backend(group) == "gloo":
+        return group
+    return _new_group(group, "gloo", timeout_of(group, device))
+
+
+def alike(group: Any, count: int, mine: tuple[int, ...] | None) -> bool:
+    """Collective over a group of gloo's: whether all ranks have the same `count` integers. None differs from all."""
+    found = torch.zeros(1 + 2 * count, dtype=torch.int64)
+    if mine is None or len(mine) != count:
+        found[0] = 1
+    else:
+        own = torch.tensor(mine)
+        found[1:] = torch.cat((own, -own))
+    maximum(group, found)
+    different, *most = found.tolist()
+    return not different and most[:count] == [-x for x in most[count:]]
+
+
 @cache
 def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
     """Collective: another group over the ranks of `group`, one for each use. It lives until all groups are destroyed.

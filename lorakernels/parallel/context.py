@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,28 @@ _CUT = ("input_ids", "inputs_embeds", "position_ids")
 _WHOLE = ("cu_seq_lens_q", "max_length_q")
 
 
+class _Given(NamedTuple):
+    """What `loss` is given, of this rank's tokens.
+
+    Attributes:
+        inputs: of the model.
+        wanted: int64 [B, S/n], of each token the next one.
+        items: fp32 [], by which the losses' sum is divided.
+    """
+
+    inputs: dict[str, Any]
+    wanted: Tensor
+    items: Tensor
+
+
 class ContextParallel:
     """What `context_parallel` returns.
 
     Attributes:
         model: the model, which now runs on this rank's tokens.
         ranks: the group, and this rank's place in it.
-        checks_places: whether each call looks at where documents begin, for which the host waits for the device. Leave
-            it out where rows are right by the way they are made.
+        checks_places: whether each call looks at where documents begin, for which the host waits for the device, and
+            `loss` at whether inputs fit on all ranks. Leave it out where rows are right by the way they are made.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
@@ -98,16 +112,13 @@ class ContextParallel:
 
         Raises:
             TypeError: another input.
-            ValueError: a shape does not fit, positions jump without `cu_seq_lens_q`, or it does not reach the end, or
-                has a document longer than `max_length_q`.
+            ValueError: a shape or dtype does not fit, ranks have other shapes, positions jump without `cu_seq_lens_q`,
+                or it does not reach the end, or has a document longer than `max_length_q`. All ranks raise if one does.
         """
         model: Any = self.model
-        given = self._inputs(labels, inputs)
-        hidden = model.base_model(use_cache=False, **given).last_hidden_state
-        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
-        count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items
-        count = torch.as_tensor(count, dtype=torch.float32, device=hidden.device)
-        own = sum_of_losses(model, hidden, self.shard(shifted)) / count
+        given = (self._agreed if self.checks_places else self._given)(labels, items, inputs)
+        hidden = model.base_model(use_cache=False, **given.inputs).last_hidden_state
+        own = sum_of_losses(model, hidden, given.wanted) / given.items
         total = own.detach().clone()
         comm.all_reduce(self.ranks.group, total)
         return own + (total - own.detach())
@@ -168,6 +179,38 @@ class ContextParallel:
             )
         return Chunks.of(self.ranks, whole.shape[1] // self.ranks.size)
 
+    def _agreed(self, labels: Tensor, items: Any, inputs: dict[str, Any]) -> _Given:
+        """Collective: `_given`, if it is right on all ranks. They wait for each other on the host, not for a device."""
+        group = comm.on_host(self.ranks.group, next(self.model.parameters()).device)
+        error: Exception | None = None
+        form: tuple[int, ...] | None = None
+        try:
+            given = self._given(labels, items, inputs)
+            form = (*labels.shape, "cu_seq_lens_q" in given.inputs)
+        except Exception as found:  # any: the other ranks wait below
+            error = found
+        if not comm.alike(group, 3, form):
+            with comm.together(group):
+                if error is not None:
+                    raise error
+            forms = [
+                [*rows, "with" if packed else "without"]
+                for *rows, packed in comm.agree(group, form)
+            ]
+            raise ValueError(
+                f"all ranks must have equal rows [B, S], and cu_seq_lens_q on all or on none, found by rank {forms}"
+            )
+        return given
+
+    def _given(self, labels: Tensor, items: Any, inputs: dict[str, Any]) -> _Given:
+        own = self._inputs(labels, inputs)
+        if not isinstance(items, int | float | Tensor | None):
+            raise TypeError(f"items must be a number, found {items!r}")
+        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items
+        count = torch.as_tensor(count, dtype=torch.float32, device=labels.device)
+        return _Given(own, self.shard(shifted), count)
+
     def _inputs(self, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
         for name in inputs:
             if name not in (*_CUT, *_WHOLE):
@@ -175,10 +218,13 @@ class ContextParallel:
         rows = next((inputs[n] for n in _CUT[:2] if inputs.get(n) is not None), None)
         if rows is None:
             raise TypeError("loss needs input_ids or inputs_embeds")
-        if labels.shape != rows.shape[:2]:
+        if labels is None or labels.shape != rows.shape[:2] or labels.dtype != torch.int64:
+            found = None if labels is None else f"{labels.dtype} {list(labels.shape)}"
             raise ValueError(
-                f"labels must be {list(rows.shape[:2])} as the rows, found {list(labels.shape)}"
+                f"labels must be int64 {list(rows.shape[:2])} as the rows, found {found}"
             )
+        if labels.device != rows.device:
+            raise ValueError(f"labels must be on {rows.device} as the rows, found {labels.device}")
         made = inputs.get("position_ids") is None
         if made:
             inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
@@ -255,6 +301,8 @@ class ContextParallel:
 
 def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
     """What is wrong with the call of a model whose rows are over ranks; "" if nothing."""
+    if rows.dim() < 2:
+        return f"rows must be [B, S/n] or [B, S/n, H], found {list(rows.shape)}"
     if kwargs.get("position_ids") is None:
         return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
     if kwargs.get("attention_mask") is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,8 +66,8 @@ def check_places(
             shapes, or only some have `starts`. Else positions jump within a row without `starts`, or `starts` do not
             reach from the first token to the last, or a document is longer than `longest`.
     """
-    refused = refused or _misfit(rows, positions, starts)
-    batch, own, packed = rows.shape[0], rows.shape[1], starts is not None
+    refused = refused or _misfit(rows, positions, starts, longest)
+    batch, own, packed = (0, 0, False) if refused else (*rows.shape[:2], starts is not None)
     total = batch * own * ranks.size
     found = torch.zeros(12, dtype=torch.int64, device=rows.device)
     found[0] = bool(refused)
@@ -106,14 +107,20 @@ def check_places(
         )
 
 
-def _misfit(rows: Tensor, positions: Tensor | None, starts: Tensor | None) -> str:
+def _misfit(rows: Tensor, positions: Any, starts: Any, longest: Any) -> str:
     """What is wrong with shapes and dtypes, which the host knows; "" if nothing."""
     batch, own = rows.shape[:2]
-    assert positions is not None  # else it was refused before
+    whose = f"position_ids must be [1 or {batch}, {own}] as this rank's tokens"
+    if not isinstance(positions, Tensor):
+        return f"{whose}, found {type(positions).__name__}"
     if positions.dim() != 2 or len(positions) not in (1, batch) or positions.shape[1] != own:
-        return f"position_ids must be [1 or {batch}, {own}] as this rank's tokens, found {list(positions.shape)}"
+        return f"{whose}, found {list(positions.shape)}"
+    if starts is not None and not isinstance(starts, Tensor):
+        return f"cu_seq_lens_q must be int32 [documents + 1], found {type(starts).__name__}"
     if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2):
         return f"cu_seq_lens_q must be int32 [documents + 1], found {starts.dtype} {list(starts.shape)}"
+    if not isinstance(longest, int | Tensor | None):
+        return f"max_length_q must be an integer, found {longest!r}"
     return ""
 
 

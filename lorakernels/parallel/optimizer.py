@@ -94,22 +94,30 @@ class ShardedAdamW(torch.optim.AdamW):
         self._wholes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._own: torch.optim.AdamW | None = None
         self._compared = False
-        super().__init__(params, **adamw)
+        with comm.together(self._group):  # torch refuses a rank's list without parameters
+            super().__init__(params, **adamw)
         self._shard(self.param_groups)
         self._own = torch.optim.AdamW([self._mirror(group) for group in self.param_groups])
         self._begin_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As AdamW's. Collective; the new parameters get buffers of their own."""
-        super().add_param_group(param_group)
-        if self._own is not None:
-            try:
-                self._shard(self.param_groups[-1:])
-            except BaseException:
-                self.param_groups.pop()
-                raise
-            self._own.add_param_group(self._mirror(self.param_groups[-1]))
-            self._begin_state()
+        """As AdamW's. Collective; the new parameters get buffers of their own.
+
+        Where one rank lacks memory for them, all raise, and the optimizer is as it was.
+        """
+        if self._own is None:  # in __init__
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        try:
+            with comm.together(self._group):
+                super().add_param_group(param_group)
+            self._shard(self.param_groups[count:])
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        self._own.add_param_group(self._mirror(self.param_groups[-1]))
+        self._begin_state()
 
     def _mirror(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group over this rank's shards, with the same numbers."""
@@ -123,13 +131,17 @@ class ShardedAdamW(torch.optim.AdamW):
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.dtype, p.device), []).append(p)
-        for kind, alike in kinds.items():
-            sizes = [p.numel() * p.element_size() for p in alike]
-            parts = [alike[run] for run in cut(sizes, BUCKET_BYTES)]
-            layouts = [lay_out([p.numel() for p in part], self._ranks) for part in parts]
-            whole = self._whole(kind, max(layout.size for layout in layouts))
-            for part, layout in zip(parts, layouts, strict=True):
-                self._add(Bucket(part, layout, layout.pieces(self._rank), whole))
+        buckets: list[Bucket] = []
+        with comm.together(self._group):  # one rank's GPU may be full
+            for kind, alike in kinds.items():
+                sizes = [p.numel() * p.element_size() for p in alike]
+                parts = [alike[run] for run in cut(sizes, BUCKET_BYTES)]
+                layouts = [lay_out([p.numel() for p in part], self._ranks) for part in parts]
+                whole = self._whole(kind, max(layout.size for layout in layouts))
+                for part, layout in zip(parts, layouts, strict=True):
+                    buckets.append(Bucket(part, layout, layout.pieces(self._rank), whole))
+        for bucket in buckets:
+            self._add(bucket)
         self._compared = False
 
     def _whole(self, kind: tuple[torch.dtype, torch.device], size: int) -> Tensor:

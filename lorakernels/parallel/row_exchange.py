@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -140,9 +141,13 @@ class PeerRows:
 
     The waits are torch's barriers between GPUs: nothing waits on the host, so that graphs can hold an exchange. All
     exchanges of a group use one memory, and have to be on one stream.
+
+    Where a rank raises in the middle of an exchange beside a product, its next one would be another than the others'.
+    It raises a RuntimeError from then on. They wait until that process ends, or for the timeout of their group.
     """
 
     name = "peer"
+    _broken = ""  # what was raised in the middle of an exchange
 
     def __init__(self, group: Any, device: torch.device, multiprocessors: int = 0) -> None:
         """`multiprocessors`: the least of a rank, where rows may travel beside products; 0 where they do not."""
@@ -214,12 +219,20 @@ class PeerRows:
 
     def _memory(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
+        self._refuse_if_broken()
         key = tuple(forms)
         found = self._views.pop(key, None) or self._lay_out(forms)
         self._views[key] = found  # behind all others, so that the first was not used for longest
         if len(self._views) > MOST_VIEWS:
             del self._views[next(iter(self._views))]
         return found
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise RuntimeError(
+                f"an exchange of rows broke off on this rank ({self._broken}), and the others are still in it: end the "
+                "process on all ranks"
+            )
 
     def _lay_out(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         starts, end = [], 0
@@ -286,9 +299,10 @@ class _PeersBeside:
         if small:
             torch._foreach_copy_([place for place, _ in small], [part for _, part in small])
         _lay_down(mine, totals)
-        self._send([(there[rank][0][here], parts[0]) for rank in peers._others])
-        product(here, parts)
-        self._join()
+        with self._at_once():
+            self._send([(there[rank][0][here], parts[0]) for rank in peers._others])
+            product(here, parts)
+            self._join()
         peers._wait()  # until they have written
         factors = [whole.clone() for whole in mine[1 : len(parts)]]
         for piece in (slice(0, here.start), slice(here.stop, size * rows)):
@@ -303,9 +317,13 @@ class _PeersBeside:
         factor: Tensor | None = None,
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        self._peers._refuse_if_broken()
         forms = [] if factor is None else [self._of_a_rank(factor)]
-        there, sent = self._others_rows(product, rows, factor, forms)
-        found = self._own_rows(product(self._rows(rows)), there, added)
+        with self._at_once():
+            there, sent = self._others_rows(product, rows, factor, forms)
+            mine = product(self._rows(rows)).contiguous()
+            self._join()
+        found = self._added_up(mine, there, added)
         del sent
         if factor is None:
             return found, None
@@ -314,15 +332,19 @@ class _PeersBeside:
     def sum_with(
         self, product: Callable[[slice, Tensor | None], Tensor], rows: int, branch: Branch
     ) -> tuple[Tensor, list[Tensor]]:
+        self._peers._refuse_if_broken()
         given, partials, form = branch
         forms = [self._of_a_rank(given), *([] if form is None else [form])]
-        there, sent = self._others_rows(lambda at: product(at, None), rows, given, forms)
-        mine = there[self._peers._rank]
-        self._peers._wait()  # until the others' factors are here, which went ahead of their rows
-        factor = sum_rows([*mine[1]], None, given.dtype)
-        totals = partials(factor)
-        _lay_down(mine, totals)
-        found = self._own_rows(product(self._rows(rows), factor), there, None)
+        with self._at_once():
+            there, sent = self._others_rows(lambda at: product(at, None), rows, given, forms)
+            here = there[self._peers._rank]
+            self._peers._wait()  # until the others' factors are here, which went ahead of their rows
+            factor = sum_rows([*here[1]], None, given.dtype)
+            totals = partials(factor)
+            _lay_down(here, totals)
+            mine = product(self._rows(rows), factor).contiguous()
+            self._join()
+        found = self._added_up(mine, there, None)
         del sent
         return found, _totals(there, totals)
 
@@ -360,14 +382,28 @@ class _PeersBeside:
             sent.append(part)
         return there, sent
 
-    def _own_rows(self, product: Tensor, there: list[list[Tensor]], added: Tensor | None) -> Tensor:
-        """The sum of the own rows, of which this rank has a `product`, when all ranks have sent theirs."""
-        peers, product = self._peers, product.contiguous()
-        self._join()
-        peers._wait()  # until they have written
-        own = peers._rank
-        parts = [product if r == own else there[own][0][r] for r in range(peers._size)]
-        return sum_rows(parts, None if added is None else added.contiguous(), product.dtype)
+    def _added_up(self, mine: Tensor, there: list[list[Tensor]], added: Tensor | None) -> Tensor:
+        """The sum of the own rows, of which this rank has its product, when all ranks have sent theirs."""
+        self._peers._wait()  # until they have written
+        own = self._peers._rank
+        parts = [mine if r == own else there[own][0][r] for r in range(self._peers._size)]
+        return sum_rows(parts, None if added is None else added.contiguous(), mine.dtype)
+
+    @contextmanager
+    def _at_once(self) -> Iterator[None]:
+        """Between the two waits of an exchange. What is raised there ends the copies, and all later exchanges.
+
+        A capture ends, too, but nothing has run in it, so that later exchanges are as before.
+        """
+        try:
+            yield
+        except BaseException as error:
+            capturing = torch.cuda.is_current_stream_capturing()
+            with suppress(RuntimeError):  # of a capture or a device that failed: `error` says why
+                self._join()  # before memory that they read serves others
+            if not capturing:
+                self._peers._broken = self._peers._broken or str(error) or type(error).__name__
+            raise
 
     def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:
         """Write each rank's rows of `factor` into its memory."""

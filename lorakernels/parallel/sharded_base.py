@@ -80,8 +80,10 @@ class ShardedBase:
         layers: Mapping[str, nn.Module],
         stores: Sequence[Store],
         vocabulary: ShardedVocabulary | None = None,
+        group: Any = None,
     ) -> None:
         self.layers, self.stores, self.vocabulary = dict(layers), tuple(stores), vocabulary
+        self._group = group  # of the ranks; None of one process
         first = self.stores[0]
         self.shards, self.slots, self.reason = first.shards, first.slots, first.reason
         self.transport = first.transport.name
@@ -143,14 +145,20 @@ class ShardedBase:
 
         Raises:
             torch.OutOfMemoryError: it does not fit. The base goes on then, and may be unsharded later.
+            ValueError: so it is on another rank.
         """
-        if self.vocabulary is not None:
-            self.vocabulary.unshard()
+        with comm.together(self._group):
+            rooms = [
+                [torch.empty_like(store.slots.of(index)) for store in self.stores]
+                for index in range(len(self.layers))
+            ]
+            whole = None if self.vocabulary is None else self.vocabulary.rooms()
+        if self.vocabulary is not None and whole is not None:
+            self.vocabulary.unshard(whole)
             self.vocabulary = None
         for index, layer in enumerate(self.layers.values()):
             self.ensure(index, 0)
-            for store in self.stores:
-                memory = torch.empty_like(store.slots.of(index))
+            for store, memory in zip(self.stores, rooms[index], strict=True):
                 self._place(index, store, memory, lambda *_: None)
             for linear in frozen_linears(layer).values():
                 hold(linear, None)
@@ -284,10 +292,15 @@ def shard_base(
     """
     device = next(model.parameters()).device
     check_mesh(mesh)
-    if mesh is not None and mesh.device_type != device.type:
-        raise ValueError(f"mesh must be of the model's device, {device}, found {mesh.device_type}")
     place = Place.of(mesh, device)
-    find = partial(_layout, model, place, (slots, prefetch), offload)
+
+    def find() -> Layout:
+        if mesh is not None and mesh.device_type != device.type:
+            raise ValueError(
+                f"mesh must be of the model's device, {device}, found {mesh.device_type}"
+            )
+        return _layout(model, place, (slots, prefetch), offload)
+
     options = {
         "slots": slots,
         "prefetch": prefetch,
@@ -301,9 +314,10 @@ def shard_base(
     chosen = choose_transport(transport, place)
     stores = allocate(place, layout, as_offload(offload), chosen)
     try:
-        for index, layer in enumerate(layout.layers.values()):
-            for name, linear in frozen_linears(layer).items():
-                write(stores, index, name, stored(linear))
+        with comm.together(place.group):  # one rank's GPU may be full
+            for index, layer in enumerate(layout.layers.values()):
+                for name, linear in frozen_linears(layer).items():
+                    write(stores, index, name, stored(linear))
         vocabulary = found and ShardedVocabulary.of(model, found, place, chosen[0])
         return finish(place, layout, stores, (slots, prefetch), vocabulary)
     except BaseException:
@@ -354,7 +368,7 @@ def finish(
         with comm.together(place.group):  # one rank's GPU may be full
             store.open(*ahead)
         store.slots.poison = poison
-    base = ShardedBase(layout.layers, stores, vocabulary)
+    base = ShardedBase(layout.layers, stores, vocabulary, place.group)
     base.attach()
     return base
 

@@ -155,10 +155,11 @@ class ShardedVocabulary:
         with comm.together(group):
             memory = carrier.allocate(Shards.bytes_of(blocks, ranks))
         shards = Shards(blocks, rank, ranks, memory)
-        for index, weight in enumerate(found.weights):
-            (entry,) = weight.block.entries
-            values = weight.parameter.detach().contiguous().view(torch.uint8)
-            shards.write(index, entry, values.view(entry.shape))
+        with comm.together(group):
+            for index, weight in enumerate(found.weights):
+                (entry,) = weight.block.entries
+                values = weight.parameter.detach().contiguous().view(torch.uint8)
+                shards.write(index, entry, values.view(entry.shape))
         carrier.publish(shards)
         return cls(model, found, shards, carrier)
 
@@ -176,8 +177,15 @@ class ShardedVocabulary:
 
     def bring(self, index: int) -> Tensor:
         """The whole weight, which takes memory until nobody refers to it."""
-        parameter, size = self.weights[index].parameter, self.weights[index].block.size
-        memory = torch.empty(size, dtype=torch.uint8, device=self.shards.memory.device)
+        return self._filled(index, self._room(index))
+
+    def _room(self, index: int) -> Tensor:
+        """Memory for a whole weight."""
+        size, device = self.weights[index].block.size, self.shards.memory.device
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def _filled(self, index: int, memory: Tensor) -> Tensor:
+        parameter = self.weights[index].parameter
         pending = self._transport.gather(index, memory.data)  # of a version counter of its own
         if pending is not None:
             pending.wait()
@@ -198,13 +206,17 @@ class ShardedVocabulary:
                 return
         raise ValueError(f"path must be one of {[*self._paths()]}, found {path!r}")
 
-    def unshard(self) -> None:
-        """Collective: every rank has the whole weights again.
+    def rooms(self) -> list[Tensor]:
+        """Memory for all weights, which `unshard` takes.
 
         Raises:
-            torch.OutOfMemoryError: they do not fit. They stay split then.
+            torch.OutOfMemoryError: they do not fit.
         """
-        values = [self.bring(index) for index in range(len(self.weights))]
+        return [self._room(index) for index in range(len(self.weights))]
+
+    def unshard(self, rooms: list[Tensor]) -> None:
+        """Collective: every rank has the whole weights again, in `rooms`."""
+        values = [self._filled(index, memory) for index, memory in enumerate(rooms)]
         for weight, value in zip(self.weights, values, strict=True):
             weight.parameter.data = value
             lend(weight.parameter, None)

@@ -25,6 +25,7 @@ from lorakernels.parallel.tensor_check import (
     found_in,
     generators,
     parts_of,
+    scales,
 )
 from lorakernels.parallel.tensor_fused import split_parts
 from lorakernels.parallel.tensor_ranks import Ranks
@@ -167,17 +168,14 @@ class TensorParallel:
         It reads the device, so call it now and then.
 
         Raises:
-            ValueError: generators, FP8 scales, or adapters that all ranks hold whole differ. It names the first.
+            ValueError: generators, scales and histories of FP8, or adapters that all ranks hold whole differ. It names
+                the first.
         """
         model, device = self.model, next(self.model.parameters()).device
         at = places(model)
-        held: dict[str, Tensor] = {n: p for n, p in self._trained() if id(p) not in at}
-        states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
-        for index, state in enumerate(states.values()):
-            held |= {f"x's scales of FP8State {index}": state.forward[-1]}
-            held |= {f"dy's scales of FP8State {index}": state.backward[-1]}
+        held = {n: p for n, p in self._trained() if id(p) not in at}
         mine = {f"the values of {name}": checksum(value) for name, value in held.items()}
-        check_equal(comm.agree(self.ranks.group, mine | generators(model, device)))
+        check_equal(comm.agree(self.ranks.group, mine | scales(model) | generators(model, device)))
 
     def together(self) -> AbstractContextManager[None]:
         """Collective at its end: what one rank raises inside is raised on all. For `GraphOptions.together`."""
@@ -282,9 +280,10 @@ def parallelize(
         TypeError: the model has no config of transformers.
         RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
-            ranks' models or random states differ, a layer is grouped, merged or sharded, or fused with offloaded
-            activations or FP8 attention, or a parameter
-            outside of the split layers trains. All ranks raise, and nothing is changed.
+            ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
+            fused with offloaded activations or FP8 attention, or a parameter outside of the split layers trains. All
+            ranks raise, and nothing is changed.
+        torch.OutOfMemoryError: this rank's GPU is full, and so the model is lost. The others raise a ValueError.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['tp'], found {mesh}")
@@ -303,11 +302,23 @@ def parallelize(
         if vocabulary and not rows_read:
             check_vocabulary(model, found, ranks)
         _refuse_other_groups(model, found, ranks)
-        mine = fingerprint(model, found, sequence_parallel) | {"overlap": overlap}
+        asked = {"overlap": overlap, "transport": transport, "vocabulary": vocabulary}
+        mine = fingerprint(model, found, sequence_parallel) | asked
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
     beside = overlap if sequence_parallel else False
     ranks.rows, why = row_exchange(transport, ranks.group, device, beside)
+    with comm.together(ranks.group):  # one rank's GPU may be full
+        cuts = _cut(model, found, ranks, loaded)
+        if vocabulary and not rows_read:
+            cuts |= split_vocabulary(model, ranks)
+    return TensorParallel(model, ranks, cuts, mesh, why)
+
+
+def _cut(
+    model: nn.Module, found: Found, ranks: Ranks, loaded: LoadedParts | None
+) -> dict[str, Cut]:
+    """Keep this rank's part of the layers that were found, and let them run over the ranks."""
     flat = found.spec is not None
     fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:
@@ -325,9 +336,7 @@ def parallelize(
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
         norm = base.get_submodule(found.spec.last_norm)
         Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
-    if vocabulary and not rows_read:
-        cuts |= split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts, mesh, why)
+    return cuts
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -315,6 +315,7 @@ def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any
         "the ways in which they were loaded": loaded is not None,
         **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
+        **scales(model),
         **generators(model, next(model.parameters()).device),
     }
 

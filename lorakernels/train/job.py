@@ -70,7 +70,7 @@ from lorakernels.train.model import (
     save_activations,
 )
 from lorakernels.train.model_card import model_card
-from lorakernels.train.model_checks import check_model
+from lorakernels.train.model_checks import check_model, check_same_layers
 from lorakernels.train.optimizers import check_package
 from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
@@ -200,6 +200,7 @@ def adapt(
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))
     fused = fuse_layers(model, options, device)
+    check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise
     sizes = sizes_of(model, options) if ranks.tp > 1 else None  # before the embedding is split
     split_layers(model, options, ranks, layers, reporter.say)
     if layers is not None:

@@ -23,7 +23,7 @@ from lorakernels.train.errors import ModelError
 from lorakernels.train.loss import changed
 from lorakernels.train.model import decoder_and_head, hidden_states
 from lorakernels.train.packing import Batch
-from lorakernels.train.ranks import is_about_peers
+from lorakernels.train.ranks import Ranks, is_about_peers
 
 FIRST, SECOND = 5, 7  # lengths of a row's two documents, in tokens
 LARGE = 1000.0  # the largest logit given to a model's own tail; caps in use are 30 and 50
@@ -46,6 +46,36 @@ class Isolation(NamedTuple):
 
 
 @torch.no_grad()
+def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
+    """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
+
+    The ranks of a pipeline have other layers by design.
+
+    Raises:
+        ModelError: a module's class, or a dtype in it, is not that of the first rank.
+    """
+    if ranks.size == 1 or ranks.pp > 1:
+        return
+    found = {path: _form(module) for path, module in model.named_modules()}
+    first = ranks.from_first(found)
+
+    def check() -> None:
+        for path in {**first, **found}:
+            if found.get(path) != first.get(path):
+                raise ModelError(
+                    f"all ranks must hold the same layers, found {path} to be {found.get(path)}, on rank 0 "
+                    f"{first.get(path)}"
+                )
+
+    ranks.together(check)
+
+
+def _form(module: nn.Module) -> str:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    dtypes = [f"{name} {str(tensor.dtype)[6:]}" for name, tensor in own]
+    return f"{type(module).__name__}({', '.join(dtypes)})"
+
+
 def check_model(model: Any) -> None:
     """Raise ModelError if this job would train the model wrongly. The model is left as it was.
 

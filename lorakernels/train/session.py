@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lorakernels.train.checkpoint import Checkpoint, Checkpoints
-from lorakernels.train.errors import CheckpointError, Diverged, Interrupted
+from lorakernels.train.errors import Diverged, FinetuneError, Interrupted
 from lorakernels.train.evaluations import Evaluations
 from lorakernels.train.flops import Peak
 from lorakernels.train.loggers import Loggers, open_loggers
@@ -89,7 +89,7 @@ class Session:
         self.checkpoints.best = found.best_step
 
     def _load_newest(self, checkpoints: Checkpoints, until: int | None = None) -> Checkpoint | None:
-        """Rank 0 finds the newest good checkpoint, and the others load the same one."""
+        """Collective: rank 0 finds the newest good checkpoint, and the others load the same one."""
         ranks, device = self.trainer.ranks, self.trainer.device
         found: list[Checkpoint | None] = [None]
 
@@ -98,9 +98,9 @@ class Session:
 
         ranks.on_first(look)
         step = ranks.from_first(-1 if found[0] is None else found[0].step)
-        if step >= 0 and not ranks.first:
-            found[0] = checkpoints.load(step, device)
-        return found[0]
+        if step < 0:
+            return None
+        return ranks.together(lambda: found[0] or checkpoints.load(step, device))
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         now, before = self._description(), checkpoint.trainer
@@ -293,11 +293,12 @@ class Session:
             return f"the adapter is that of the last step, {step}"
         assert self.checkpoints is not None
         if found.best_step != step:
+            checkpoints, best_step, trainer = self.checkpoints, found.best_step, self.trainer
             try:
-                best = self.checkpoints.load(found.best_step, self.trainer.device)
-            except CheckpointError as error:
+                best = trainer.ranks.together(lambda: checkpoints.load(best_step, trainer.device))
+            except FinetuneError as error:  # on all ranks, whose parts must be of one step
                 return f"the adapter is that of the last step, {step}, as the best one is lost: {error}"
-            self.trainer.take_weights(best)
+            trainer.take_weights(best)
             self.adapter_step = best.step
             found.last_eval, found.last_eval_step = found.best_eval, best.step
         return f"the adapter is that of step {found.best_step}, whose held-out loss {found.best_eval:.4f} is the lowest"

@@ -26,6 +26,7 @@ REGISTERS = {
     "quantize_lora_down_panels_kernel": 168,  # two blocks of 256 threads, or one of 384
     "arrange_A_kernel": 64,
     "finish_kernel": 64,
+    "longest_document_kernel": 64,
     "lora_grad_a_kernel": 255,  # one block of 256 threads at 64 ranks, else two
     "sum_row_slices_kernel": 64,
     "transpose_fp8_kernel": 64,

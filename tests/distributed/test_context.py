@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "positions": "ValueError: position_ids must be given",
         "mask": "ValueError: attention_mask must be None over ranks",
         "length": "ValueError: rows over 2 ranks must have a positive multiple of 4 tokens, found (2, 6)",
-        "shapes": "ValueError: labels must be [2, 16] as the rows, found [1, 16]",
+        "shapes": "ValueError: labels must be int64 [2, 16] as the rows, found torch.int64 [1, 16]",
         "input": "TypeError: loss takes",
         "no input": "TypeError: loss needs input_ids or inputs_embeds",
         "changed": "RuntimeError: attention no longer runs over the ranks: attn_implementation is 'sdpa'",

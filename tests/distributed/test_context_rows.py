@@ -78,7 +78,7 @@ def test_a_recomputation_draws_the_masks_of_its_own_rows(world: int) -> None:
 def said(call: Any) -> str:
     try:
         call()
-    except ValueError as error:
+    except Exception as error:
         return str(error)
     return "nothing"
 
@@ -97,6 +97,13 @@ def on_one_rank(
         "int64 on one": (rows, {"cu_seq_lens_q": starts.long(), "position_ids": own}),
         "a mask": (rows, {"position_ids": own, "attention_mask": torch.ones_like(rows)}),
         "odd": (rows[:, 1:], {"position_ids": own[:, 1:]}),
+        "one dimension": (rows.flatten(), {"position_ids": own.flatten()}),
+        "a list of starts": (rows, {"cu_seq_lens_q": starts.tolist(), "position_ids": own}),
+        "a list of positions": (rows, {"position_ids": own.tolist()}),
+        "length in words": (
+            rows,
+            {"cu_seq_lens_q": starts, "max_length_q": "all", "position_ids": own},
+        ),
         "fewer rows": (rows[:1], {"position_ids": own[:1]}),
         "fewer tokens": (rows[:, :4], {"position_ids": own[:, :4]}),
         "starts on one": (rows, {"cu_seq_lens_q": starts, "position_ids": own}),
@@ -106,6 +113,30 @@ def on_one_rank(
         right = name != "rows in turn" and not rank
         given = (rows, {"position_ids": context.shard(whole)}) if right else (tokens, inputs)
         yield name, lambda given=given: context.model(given[0], **given[1])
+
+
+def wrong_losses(
+    context: ContextParallel, rank: int, tokens: Tensor, labels: Tensor
+) -> Iterator[tuple[str, Any]]:
+    """Calls of `loss` that are wrong on rank 1 alone, or where the ranks differ: no rank may wait for another one."""
+    right: dict[str, Any] = {"labels": labels, "input_ids": tokens}
+    starts = torch.tensor([*DOCUMENTS, ROWS * LENGTH], dtype=torch.int32)
+    wrong: dict[str, dict[str, Any]] = {
+        "short labels": {"labels": labels[:, 1:]},
+        "labels of fp32": {"labels": labels.float()},
+        "labels elsewhere": {"labels": labels.to("meta")},
+        "no labels": {"labels": None},
+        "a mask for loss": {"attention_mask": torch.ones_like(tokens)},
+        "no rows": {"input_ids": None},
+        "odd rows": {"labels": labels[:, 1:], "input_ids": tokens[:, 1:]},
+        "items in words": {"items": "many"},
+        "one row": {"labels": labels[:1], "input_ids": tokens[:1]},
+        "fewer tokens for loss": {"labels": labels[:, :8], "input_ids": tokens[:, :8]},
+        "loss with starts": {"cu_seq_lens_q": starts, "position_ids": positions()},
+    }
+    for name, change in wrong.items():
+        given = right | change if rank else right
+        yield name, lambda given=given: context.loss(**given)
 
 
 def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
@@ -145,6 +176,8 @@ def documents(rank: int, device: torch.device, fused: bool) -> dict[str, str]:
     given = {"cu_seq_lens_q": torch.tensor([*DOCUMENTS, end], dtype=torch.int32), "max_length_q": 2}
     found["too long"] = said(lambda: context.loss(labels, input_ids=tokens, **given))
     found |= {name: said(call) for name, call in on_one_rank(context, rank, tokens, labels)}
+    found |= {name: said(call) for name, call in wrong_losses(context, rank, tokens, labels)}
+    found["right again"] = said(lambda: context.loss(labels, input_ids=tokens).backward())
     context.checks_places = False
     given = {"input_ids": tokens, "position_ids": positions()}
     with mock.patch.object(comm, "maximum") as asked:
@@ -178,10 +211,26 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "int64 on one": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [8]",
         "a mask": "attention_mask must be None over ranks",
         "odd": "a rank has two chunks of a row, found 7 tokens",
+        "one dimension": "rows must be [B, S/n] or [B, S/n, H], found [16]",
+        "a list of starts": "cu_seq_lens_q must be int32 [documents + 1], found list",
+        "a list of positions": "position_ids must be [1 or 2, 8] as this rank's tokens, found list",
+        "length in words": "max_length_q must be an integer, found 'all'",
         "fewer rows": "ranks with [1, 8] to [2, 8]",
         "fewer tokens": "ranks with [2, 4] to [2, 8]",
         "starts on one": "cu_seq_lens_q on all or on none",
         "rows in turn": jump,
+        "short labels": "labels must be int64 [2, 16] as the rows, found torch.int64 [2, 15]",
+        "labels of fp32": "labels must be int64 [2, 16] as the rows, found torch.float32 [2, 16]",
+        "labels elsewhere": "labels must be on cpu as the rows, found meta",
+        "no labels": "labels must be int64 [2, 16] as the rows, found None",
+        "a mask for loss": "of whole rows, found attention_mask",
+        "no rows": "loss needs input_ids or inputs_embeds",
+        "odd rows": "must have a positive multiple of 4 tokens, found (2, 15)",
+        "items in words": "items must be a number, found 'many'",
+        "one row": "found by rank [[2, 16, 'without'], [1, 16, 'without']]",
+        "fewer tokens for loss": "found by rank [[2, 16, 'without'], [2, 8, 'without']]",
+        "loss with starts": "found by rank [[2, 16, 'without'], [2, 16, 'with']]",
+        "right again": "nothing",
         "unlooked": "nothing",
     }
     for found in on_ranks(documents, 2, "gloo", fused):

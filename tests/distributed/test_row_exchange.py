@@ -150,6 +150,64 @@ def test_tensors_in_the_ranks_memory_are_kept_for_the_last_exchanges_only(
     assert made[8:] == [2, 2] and len(rows._views) == 3
 
 
+def one_of_two(done: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[PeerRows, Any]:
+    """PeerRows of rank 0 of 2 without a GPU, and its exchanges beside products; `done` gets what it would launch."""
+
+    class Handle:
+        def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype, at: int) -> Tensor:
+            return torch.zeros(shape, dtype=dtype)
+
+        def barrier(self, **_: Any) -> None:
+            done.append("barrier")
+
+    rows = PeerRows.__new__(PeerRows)
+    rows._rank, rows._size, rows._others, rows._milliseconds = 0, 2, [1], 1
+    rows._capacity, rows._handle, rows._views = 1 << 20, Handle(), {}
+    kind = row_exchange_module._PeersBeside
+    monkeypatch.setattr(kind, "_send", lambda self, copies: done.append("send"))
+    monkeypatch.setattr(kind, "_join", lambda self: done.append("join"))
+    return rows, kind(rows)
+
+
+@pytest.mark.parametrize("capturing", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("way", ["gather", "sum", "sum, at first"])
+def test_an_exchange_that_breaks_off_is_the_last(
+    way: str, capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies are waited for. The next one's first barrier would be the second one of the others."""
+    done: list[str] = []
+    rows, beside = one_of_two(done, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(row_exchange_module, "sum_rows", lambda parts, added, dtype: sum(parts))
+    x = torch.ones(4, 8)
+
+    def product(at: slice, pieces: Any = None) -> Tensor:
+        if way == "sum, at first" or at.start == 0:
+            raise MemoryError("no memory for y")
+        return x[at]
+
+    with pytest.raises(MemoryError, match="no memory for y"):
+        beside.gather(product, [x]) if way == "gather" else beside.sum(product, 4)
+    before = {"gather": ["barrier", "send"], "sum": ["barrier", "send"], "sum, at first": []}
+    assert done == [*before[way], "join"]
+    exchanges = (
+        lambda: rows.gather(x),
+        lambda: rows.sum(x),
+        lambda: rows.total(x),
+        lambda: beside.gather(lambda at, pieces: None, [x]),
+        lambda: beside.sum(lambda at: x[at], 4),
+    )
+    for exchange in exchanges:
+        done.clear()
+        if capturing:
+            exchange()
+            assert done.count("barrier") == 2
+        else:
+            with pytest.raises(RuntimeError, match=r"broke off on this rank \(no memory for y\)"):
+                exchange()
+            assert not done
+
+
 @pytest.mark.parametrize(
     ("others", "overlap", "said"),
     [

@@ -18,6 +18,7 @@ from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
 from lorakernels.modules import frozen
 from lorakernels.parallel import ShardedAdamW, shard_base
 from lorakernels.parallel import optimizer as module
+from lorakernels.parallel.bucket import Bucket
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for
@@ -206,13 +207,17 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     state = optimizer.state_dict()
     state["state"][0]["exp_avg"] = torch.zeros(2)
     amsgrad = {**optimizer.state_dict(), "state": {0: {"max_exp_avg_sq": torch.zeros(3, 257)}}}
-    fresh = ShardedAdamW(params, mesh)
+    fresh, fresh_one = ShardedAdamW(params, mesh), [nn.Parameter(torch.ones(3, 257))]
     if rank == 1:
         params[3].grad = None
     return {
         "mesh": refused(lambda: ShardedAdamW(params, two)),
         "frozen": refused(lambda: ShardedAdamW(frozen_too, mesh)),
         "others": refused(lambda: ShardedAdamW(params[: len(params) - rank], mesh)),
+        "none": refused(lambda: ShardedAdamW(params if rank else [], mesh)),
+        "there already": refused(
+            lambda: optimizer.add_param_group({"params": fresh_one if rank else params[:1]})
+        ),
         "group": refused(lambda: optimizer.add_param_group({"params": frozen_too[-1:]})),
         "groups left": str(len(optimizer.param_groups)),
         "amsgrad": refused(lambda: ShardedAdamW(params, mesh, amsgrad=True)),
@@ -223,11 +228,50 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     }
 
 
+def full_on_one_rank(rank: int, device: torch.device) -> list[Any]:
+    """What is said where rank 1 lacks memory for a later group, and whether that group leaves a trace."""
+    mesh, params, made = mesh_of(device), parameters(device), 0
+    optimizers = [ShardedAdamW(parameters(device)[:3], mesh) for _ in range(2)]
+
+    class Full(Bucket):
+        def __init__(self, *args: Any) -> None:
+            nonlocal made
+            super().__init__(*args)
+            made += 1
+            if rank and made == 2:  # the group has two dtypes
+                raise torch.OutOfMemoryError("no memory")
+
+    said = "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "Bucket", Full)
+        try:
+            optimizers[0].add_param_group({"params": params[3:]})
+        except (torch.OutOfMemoryError, ValueError) as error:
+            said = str(error)
+    stepped = []
+    give_gradients(params, rank, 1)
+    for optimizer in optimizers:
+        own = optimizer.param_groups[0]["params"]
+        give_gradients(own, rank, 0)
+        optimizer.step()
+        stepped.append([p.detach() for p in own])
+    unchanged = all(map(torch.equal, params, parameters(device)))
+    forms = [(len(o.param_groups), len(o._buckets), len(o._shards)) for o in optimizers]
+    return [said, unchanged, all(map(torch.equal, *stepped)), forms[0] == forms[1]]
+
+
+def test_a_rank_that_lacks_memory_for_a_group_leaves_none_waiting() -> None:
+    found = on("gloo", 2, full_on_one_rank)
+    assert found == [["rank 1: no memory", True, True, True], ["no memory", True, True, True]]
+
+
 def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     expected = {
         "mesh": "one dimension, found 2",
         "frozen": "rank 1: parameter 6 (2,) requires no gradient",
         "others": "of rank 1 are not rank 0's",
+        "none": "optimizer got an empty parameter list",
+        "there already": "some parameters appear in more than one parameter group",
         "group": "rank 1: parameter 0 (2,) requires no gradient",
         "groups left": "1",
         "amsgrad": "has no amsgrad",

@@ -70,6 +70,9 @@ REFUSED: dict[str, Refused] = {
     "a mesh of another device": (
         lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",
     ),
+    "a model elsewhere on one rank": (
+        lambda rank: fp8_model().to("meta") if rank else fp8_model(), {}, "rank 1: mesh must be of the model's",
+    ),
     "slots that differ": (
         lambda rank: fp8_model(), {"slots": lambda rank: 2 + rank}, "slots differs: 2 on rank 0, 3 on rank 1",
     ),
@@ -201,6 +204,52 @@ def fuse_that_fails(rank: int, mesh: Any) -> bool:
     return torch.equal(found, expected) and torch.equal(loss_of(model, ids), expected)
 
 
+def full_on_one_rank(rank: int, mesh: Any, embeddings: bool) -> dict[str, bool]:
+    """Rank 1 lacks memory while the base is sharded, and while it is made whole again. Neither waits for the other."""
+    torch.manual_seed(0)
+    model = make(Way("recompute"), CPU).eval()
+    ids, before = next(batches(CPU)), state_of(model)
+    expected, said = loss_of(model, ids), "no memory" if rank else "rank 1: no memory"
+    kind = torch.OutOfMemoryError if rank else ValueError
+
+    def full(at: int) -> Callable[..., Any]:
+        """Raises at the call of that number."""
+        calls, real = iter(range(10**6)), torch.empty_like
+
+        def empty_like(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == at and rank:
+                raise torch.OutOfMemoryError("no memory")
+            return real(*args, **kwargs)
+
+        return empty_like
+
+    def write(*_: Any) -> None:
+        if rank:
+            raise torch.OutOfMemoryError("no memory")
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lorakernels.parallel.sharded_base.write", write)
+        shard = partial(shard_base, model, mesh["dp_shard"], embeddings=embeddings)
+        found["sharding"] = raises(kind, said, shard) and state_of(model) == before
+    base = shard()
+    for at in (0, 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", full(at))
+            found[f"at layer {at}"] = raises(kind, said, base.unshard)
+        found[f"still sharded, at layer {at}"] = all(
+            is_held(m) for m in model.modules() if isinstance(m, FrozenFP8Linear)
+        ) and torch.equal(loss_of(model, ids), expected)
+    if embeddings:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(base.vocabulary), "_room", lambda *_: write())
+            found["at the embedding"] = raises(kind, said, base.unshard)
+        found["still sharded, at the embedding"] = torch.equal(loss_of(model, ids), expected)
+    base.unshard()
+    found["whole again"] = torch.equal(loss_of(model, ids), expected)
+    return found
+
+
 def pinned_one_after_the_other(rank: int, mesh: Any) -> bool:
     """The host has just what all ranks need, and rank 1 looks when rank 0 has had the time to take its part."""
     store = dist.distributed_c10d._get_default_store()
@@ -235,6 +284,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp_replicate", "dp_shard"))
     texts = {name: refused(rank, mesh, case) for name, case in REFUSED.items()}
     texts["chosen"] = chosen(mesh)
+    texts["full"] = {e: full_on_one_rank(rank, mesh, e) for e in (False, True)}
     texts["pinned"] = pinned_one_after_the_other(rank, mesh)
     texts["unload"] = unload_refused(rank, mesh)
     texts["fuse that fails"] = fuse_that_fails(rank, mesh)
@@ -271,6 +321,14 @@ def test_a_fuse_that_fails_leaves_the_sharded_base(ranks: list[dict[str, Any]]) 
 
 def test_unload_of_a_sharded_base(ranks: list[dict[str, Any]]) -> None:
     assert all(found["unload"] for found in ranks)
+
+
+@pytest.mark.parametrize("embeddings", [False, True], ids=["", "embeddings"])
+def test_a_rank_that_lacks_memory_leaves_none_waiting(
+    ranks: list[dict[str, Any]], embeddings: bool
+) -> None:
+    for found in ranks:
+        assert [k for k, right in found["full"][embeddings].items() if not right] == []
 
 
 def test_no_rank_takes_memory_before_all_have_looked(ranks: list[dict[str, Any]]) -> None:

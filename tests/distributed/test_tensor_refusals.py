@@ -32,12 +32,13 @@ from lorakernels.parallel import (
     tensor,
 )
 from tests.distributed.tensor_models import Way, batch, loss_of, make
-from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, an_adapter, fp8_state
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
 WHOLE, CPU = Way("", False), torch.device("cpu")
 Model = Callable[[int], nn.Module]
+OTHER_SCALES = "scales and amax histories of FP8State 0, as its state_dict has them, differ"
 
 
 def offloading(rank: int) -> nn.Module:
@@ -75,6 +76,18 @@ def another_generator(rank: int) -> nn.Module:
     model = make(WHOLE, CPU)
     torch.manual_seed(rank)
     return model
+
+
+def scaled(row: int, direction: str = "forward") -> Model:
+    """On rank 1 the same numbers stand in other columns of a row of the FP8State."""
+
+    def made(rank: int) -> nn.Module:
+        model = make(Way("", True), CPU)
+        values = getattr(fp8_state(model), direction)
+        values[row, :2] = torch.tensor([2.0, 4.0]).roll(rank)
+        return model
+
+    return made
 
 
 def trained_norm(rank: int) -> nn.Module:
@@ -140,6 +153,16 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         another_seed,
         None,
         "all ranks of the group must have the same model, but the values of model.layers.0.self_attn.q_proj.lora_A",
+    ),
+    "scales differ": (
+        scaled(-1),
+        None,
+        f"all ranks of the group must have the same model, but {OTHER_SCALES}",
+    ),
+    "histories differ": (
+        scaled(1, "backward"),
+        None,
+        f"all ranks of the group must have the same model, but {OTHER_SCALES}",
     ),
     "generators differ": (
         another_generator,
@@ -212,6 +235,9 @@ def drifted(mesh: Any, rank: int) -> dict[str, str]:
     q_proj.lora_A.data.copy_(before)
     q_proj.fp8_state.backward[-1, 3] = 1.0 + rank
     said["a scale"] = said_by(split.check)
+    q_proj.fp8_state.reset()
+    q_proj.fp8_state.forward[1, 3] = 1.0 + rank
+    said["a history"] = said_by(split.check)
     q_proj.fp8_state.reset()
     torch.rand(rank + 1)
     said["a generator"] = said_by(split.check)
@@ -291,6 +317,19 @@ def norms(mesh: Any) -> tuple[float, float, float]:
     return float(expected), float(found), worst
 
 
+def full_on_one_rank(rank: int, mesh: Any) -> str:
+    """What is said where rank 1 lacks memory for a part."""
+    real = tensor.split_linear
+
+    def split_linear(model: nn.Module, cut_by: tuple[str, str], *rest: Any) -> Any:
+        if rank and cut_by[0].endswith("1.mlp.down_proj"):
+            raise torch.OutOfMemoryError("no memory")
+        return real(model, cut_by, *rest)
+
+    with mock.patch.object(tensor, "split_linear", split_linear):
+        return said_by(lambda: parallelize(make(WHOLE, CPU), mesh))
+
+
 OVERLAPS: dict[str, dict[str, Any]] = {
     "default": {},
     "whole rows": {"sequence_parallel": False},
@@ -319,6 +358,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         asked[name] = exchange.call_args.args[3]
     one = make(WHOLE, CPU)
     before["overlap on one"] = (said_by(lambda: parallelize(one, mesh, overlap=rank == 1)), True)
+    values = values_of(one)
+    for name, other in (("vocabulary", bool(rank)), ("transport", ("auto", "gloo")[rank])):
+        said = said_by(lambda n=name, o=other: parallelize(one, mesh, **{n: o}))
+        before[f"{name} on one"] = (said, values == values_of(one))
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     before["two dimensions"] = (said_by(lambda: parallelize(make(WHOLE, CPU), square)), True)
     group = dist.group.WORLD
@@ -330,6 +373,7 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
         "vocabularies": vocabularies(mesh),
         "biases": biases(group),
         "drifted": drifted(mesh, rank),
+        "full": full_on_one_rank(rank, mesh),
         "norms": norms(mesh),
         "edges": edges(mesh),
     }
@@ -338,6 +382,10 @@ def worker(rank: int, device: torch.device) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results() -> Any:
     return on_ranks(worker, 2, "gloo")
+
+
+def test_a_rank_that_lacks_memory_for_a_part_leaves_none_waiting(results: Any) -> None:
+    assert [found["full"] for found in results] == ["rank 1: no memory", "no memory"]
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -357,11 +405,15 @@ def test_rows_travel_beside_products_by_default_and_no_rank_needs_it(results: An
     assert [found["asked"] for found in results] == [wanted] * 2
 
 
-def test_overlap_that_cannot_be_is_refused_before_anything_changes(results: Any) -> None:
+def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_changes(
+    results: Any,
+) -> None:
     for name, why in (
         ("overlap on CPUs", "overlap=True needs ranks that read each other's memory"),
         ("overlap of whole rows", "overlap=True needs sequence_parallel=True"),
         ("overlap on one", "overlap differ between rank 0 and rank 1"),
+        ("vocabulary on one", "vocabulary differ between rank 0 and rank 1"),
+        ("transport on one", "transport differ between rank 0 and rank 1"),
     ):
         for found in results:
             said, unchanged = found["before"][name]
@@ -439,7 +491,8 @@ def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> 
     [
         ("nothing", "nothing"),
         ("an adapter", "the values of model.layers.0.self_attn.q_proj.lora_A differ"),
-        ("a scale", "the values of dy's scales of FP8State 0 differ"),
+        ("a scale", OTHER_SCALES),
+        ("a history", OTHER_SCALES),
         ("a generator", "torch's CPU generator, from which masks draw, differ"),
     ],
 )

@@ -27,6 +27,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     },
     "bias_dropout_add": {n: n for n in ("out", "x", "bias", "residual")} | BIAS,
     "bias_dropout_add_backward": {n: n for n in ("dx", "dbias", "partial", "dout")} | BIAS,
+    "check_longest_document": {n: n for n in ("starts", "documents", "longest")} | {"where": WHERE},
     "dropout_mask": {"out": "out", "sizes": SIZES, "dropout": DROPOUT, "where": WHERE},
     "dropped_bits": {
         "dropped": "bits",

@@ -34,6 +34,11 @@ FORMS = {
 FP8 = ["--fuse", "--save", "checkpoint", "--lora-dropout", "0.1"]
 
 
+def difference(found: Path, expected: Path) -> float:
+    """The root of the mean square, over all evaluations and steps, of how far losses are apart."""
+    return float(np.sqrt(np.mean((np.array(losses(found)) - losses(expected)) ** 2)))
+
+
 @pytest.fixture(scope="module")
 def run(base_args: list[str], deep_model: Path) -> list[Any]:
     """Two microbatches a step."""
@@ -145,14 +150,16 @@ def test_a_rank_takes_its_tokens_of_a_batch() -> None:
 def test_two_gpus_with_parts_of_rows_are_one(
     how: list[str], cli: Cli, gpu_run: list[Any], tmp_path: Path
 ) -> None:
-    """NCCL, fused layers and FP8, in bf16: roundings of bf16, and of FP8 that turn after them, as with parts of layers.
+    """NCCL, fused layers and FP8, in bf16. Masks would be those of other rows, and there are none.
 
-    Masks would be those of other rows.
+    Sums in another order round to other values of bf16, and single roundings to FP8 turn after them. All roundings to
+    FP8 together are more: by what they change, the losses of one GPU, the others are judged.
     """
     whole = [each for each in how if each == "--no-isolate-documents"]
     run = [*gpu_run, "--lora-dropout", "0", "--lr", "1e-3", "--steps", 12, "--keep", 9]
-    one, two, parts = (tmp_path / name for name in ("one", "two", "parts"))
+    one, two, parts, unrounded = (tmp_path / n for n in ("one", "two", "parts", "unrounded"))
     assert cli(*run, *whole, "--output", one) == 0
+    assert cli(*run, *whole, "--no-fp8", "--output", unrounded) == 0
     cp = [*run, *how, *CP]
     on_ranks(
         [
@@ -164,15 +171,15 @@ def test_two_gpus_with_parts_of_rows_are_one(
     )
     assert records(two)[-1]["replayed"] == (how != ["--eager"])
     for found in (two, parts):
-        np.testing.assert_allclose(losses(found), losses(one), rtol=1e-2)
+        assert difference(found, one) <= difference(unrounded, one)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_replayed_rows_over_two_gpus_are_the_eager_ones(gpu_run: list[Any], tmp_path: Path) -> None:
-    """The same masks: sums by atomics have no order, which FP8 may turn into a rounding."""
+    """To the bit: the same masks, and deterministic sums."""
     run = [*gpu_run, "--lr", "1e-3", "--steps", 12, *CP, "--output"]
     eager, replayed = tmp_path / "eager", tmp_path / "replayed"
     on_ranks([[*run, eager, "--eager"], [*run, replayed]], tmp_path)
     assert records(replayed)[-1]["replayed"] and not records(eager)[-1]["replayed"]
-    np.testing.assert_allclose(losses(replayed), losses(eager), rtol=2e-3)
+    assert losses(replayed) == losses(eager)
