@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--cp N`: N ranks after each other share each row, with seq_len / N of its tokens each."""
+"""`--cp N`: N ranks after each other share each row, with seq_len / N of its tokens each.
+
+With `--pp` each stage has such ranks. The model is cut into stages first.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
     """The ranks, `cp` of which share each row, `pp` of which have a model's stages, `tp` of which have its layers.
 
     Raises:
-        OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` does not.
+        OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` or `cp` · `pp` does not.
     """
     for name in ("cp", "pp", "tp"):
         _check_divides(name, getattr(options, name), ranks)
     _check_divides("cp · tp", options.cp * options.tp, ranks)
+    _check_divides("cp · pp", options.cp * options.pp, ranks)
     return replace(ranks, cp=options.cp, pp=options.pp, tp=options.tp)
 
 
