@@ -326,7 +326,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
         if config is None or not hasattr(config, "get_text_config"):
             raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
         cut = Cut.of(model)
-        if cut is not None and cut.ranks.group is ranks.group:
+        if cut is not None and cut.ranks.group is ranks.group and ranks.size > 1:
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"
             )

@@ -63,8 +63,6 @@ WAYS = (
     Way("fused, checkpoint, bf16", 4, 1, 2, fused=True, save="checkpoint", fp8=True, dtype=torch.bfloat16),
     Way("packed", packed=True),
     Way("packed, fused", packed=True, fused=True, dropout=0.1),
-    Way("tied", model={"tie_word_embeddings": True}),
-    Way("first stage without a gradient", chunks=2, lora={"layers_to_transform": [2, 3]}),
     Way("Granite, fused", family="Granite", fused=True),
 )  # fmt: skip
 REPLAYED = (
