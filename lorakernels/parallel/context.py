@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -320,12 +320,20 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
-    ranks = Ranks(mesh.get_group())
+    ranks, cut = Ranks(mesh.get_group()), Cut.of(model)
+    with nullcontext() if cut is None else comm.together(cut.ranks.group):
+        layers = _checked(model, ranks, cut)
+    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
+    return ContextParallel(model, ranks).attach(layers)
+
+
+def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Module]:
+    """Collective: the model's decoder layers, of its stages on this rank if it was cut. Errors are those of
+    `context_parallel`."""
     with comm.together(ranks.group):
         config = getattr(model, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
             raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
-        cut = Cut.of(model)
         if cut is not None and cut.ranks.group is ranks.group and ranks.size > 1:
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"
@@ -339,8 +347,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
                 raise ValueError(f"{name} {why}")
         mine = _fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
-    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
-    return ContextParallel(model, ranks).attach(layers)
+    return layers
 
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
     try:
-        context = context_parallel(model, mesh)
+        context = context_parallel(model, mesh)  # all ranks of a replica raise
     except (TypeError, ValueError) as error:
         raise OptionError(f"cp {ranks.cp}: {error}") from error
     context.checks_places = (

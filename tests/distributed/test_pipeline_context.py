@@ -282,6 +282,10 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     early = make(way, device)
     pipeline_parallel(early, mesh["pp"], microbatches=2)
     found["the same ranks"] = refused(lambda: context_parallel(early, mesh["pp"]))
+    last = make(Way("", family="Qwen2"), device)
+    last.get_submodule("model.layers.3.self_attn").sliding_window = 8  # type: ignore[assignment]
+    pipeline_parallel(last, mesh["pp"], microbatches=2)
+    found["a window in one stage"] = refused(lambda: context_parallel(last, mesh["cp"]))
     model = make(way, device)
     cut = pipeline_parallel(model, mesh["pp"], microbatches=2)
     context = context_parallel(model, mesh["cp"])
@@ -318,6 +322,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     expected = {
         "order": "ValueError: the model's rows are shared by context_parallel: call pipeline_parallel first",
         "the same ranks": "has stages on these ranks already: rows over ranks need a dimension of their own",
+        "a window in one stage": "model.layers.3 has a sliding window of 8",
         "loss": "RuntimeError: the model was cut into stages: call PipelineParallel.forward_backward",
         "length": "ValueError: rows over 2 ranks must have a positive multiple of 4 tokens, found (4, 10)",
         "mask": "ValueError: attention_mask must be None over ranks",
