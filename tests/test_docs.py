@@ -58,6 +58,7 @@ RUN_BY = {
         "test_layers_for_authors",
         "test_context_parallel",
         "test_pipeline_parallel",
+        "test_stages_of_shared_rows",
         "test_fsdp",
     ],
     "graphs/README.md": ["test_graphs"],
@@ -196,6 +197,7 @@ ON_ONE_RANK = {
     "(4,)": "(1,)",
     "(8,)": "(1,)",
     "(1, 4)": "(1, 1)",
+    "(2, 2)": "(1, 1)",
 }
 
 
@@ -323,8 +325,17 @@ def test_pipeline_parallel(one_rank: dict[str, Any]) -> None:
     assert names["loss"].isfinite() and "1 stages over 1 ranks" in str(names["pipeline"])
 
 
+def test_stages_of_shared_rows(one_rank: dict[str, Any]) -> None:
+    tokens = torch.arange(16).expand(8, 16)
+    report = apply_lora(one_rank["model"], one_rank["config"])
+    dist.init_process_group("gloo")
+    made = {"init_device_mesh": init_device_mesh, "report": report}
+    names = on_one_rank(10, one_rank, **made, tokens=tokens, labels=tokens)
+    assert names["loss"].isfinite() and names["pipeline"].context is names["context"]
+
+
 def test_fsdp(one_rank: dict[str, Any]) -> None:
-    names = on_one_rank(10, with_a_group(one_rank))
+    names = on_one_rank(11, with_a_group(one_rank))
     tokens = names["tokens"]
     assert names["model"](tokens, labels=tokens).loss.isfinite()
 

@@ -83,8 +83,8 @@ def save_adapter(
     stages = PipelineParallel.of(model)
     if stages is not None:
         values = stages.whole_values()
-        with comm.together(stages.ranks.group), stages.whole(values):
-            if stages.ranks.rank == 0:
+        with stages.together(), stages.whole(values):
+            if stages.writes:
                 _save(model, folder, base_model_name_or_path, task_type)
         return folder
     return _save(model, folder, base_model_name_or_path, task_type)

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=1,
         metavar="N",
-        help="GPUs that share each sequence, by context parallel (default: 1)",
+        help="GPUs that share each sequence, by context parallel; with --pp, of each stage (default: 1)",
     )
     add("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
     add(

@@ -8,7 +8,8 @@ which). Weights, whole or in a sharded base, are as without it. The loss is over
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import check_equal, checksum, generators, scales
 from lorakernels.parallel.tensor_ranks import Ranks
@@ -33,6 +35,7 @@ _OF_MODULE = "context_attention"  # the attribute of an attention module, for tr
 # what transformers' models take, and dimension 1 is a row's tokens
 _CUT = ("input_ids", "inputs_embeds", "position_ids")
 _WHOLE = ("cu_seq_lens_q", "max_length_q")
+NO_MASK = "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
 
 
 class _Given(NamedTuple):
@@ -66,6 +69,7 @@ class ContextParallel:
         ] = []  # (owner, attribute, its value; ... if it had none)
         self._hooks: list[Any] = []
         self._plain: Tensor | None = None  # positions of rows that are one document each, made here
+        self._looked = False  # whether who calls the model has looked at its rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
         """The ContextParallel of a copied model, over the same ranks."""
@@ -111,11 +115,16 @@ class ContextParallel:
                 `max_length_q`.
 
         Raises:
+            RuntimeError: the model was cut into stages, which `PipelineParallel.forward_backward` runs.
             TypeError: another input.
             ValueError: a shape or dtype does not fit, ranks have other shapes, positions jump without `cu_seq_lens_q`,
                 or it does not reach the end, or has a document longer than `max_length_q`. All ranks raise if one does.
         """
         model: Any = self.model
+        if Cut.of(model) is not None:
+            raise RuntimeError(
+                "the model was cut into stages: call PipelineParallel.forward_backward, or PipelineParallel.loss"
+            )
         given = (self._agreed if self.checks_places else self._given)(labels, items, inputs)
         hidden = model.base_model(use_cache=False, **given.inputs).last_hidden_state
         own = sum_of_losses(model, hidden, given.wanted) / given.items
@@ -203,7 +212,7 @@ class ContextParallel:
         return given
 
     def _given(self, labels: Tensor, items: Any, inputs: dict[str, Any]) -> _Given:
-        own = self._inputs(labels, inputs)
+        own = self.own_inputs(labels, inputs)
         if not isinstance(items, int | float | Tensor | None):
             raise TypeError(f"items must be a number, found {items!r}")
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
@@ -211,7 +220,8 @@ class ContextParallel:
         count = torch.as_tensor(count, dtype=torch.float32, device=labels.device)
         return _Given(own, self.shard(shifted), count)
 
-    def _inputs(self, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+    def own_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of `inputs` of whole rows, with positions. Arguments and errors are those of `loss`."""
         for name in inputs:
             if name not in (*_CUT, *_WHOLE):
                 raise TypeError(f"loss takes {[*_CUT, *_WHOLE]} of whole rows, found {name}")
@@ -227,10 +237,51 @@ class ContextParallel:
             raise ValueError(f"labels must be on {rows.device} as the rows, found {labels.device}")
         made = inputs.get("position_ids") is None
         if made:
-            inputs["position_ids"] = torch.arange(rows.shape[1], device=rows.device)[None]
+            plain = torch.arange(rows.shape[1], device=rows.device)[None]
+            inputs = {**inputs, "position_ids": plain}
         own = {n: self.shard(x) if n in _CUT else x for n, x in inputs.items() if x is not None}
         self._plain = own["position_ids"] if made else None
         return own
+
+    def looks_at(self, inputs: dict[str, Any]) -> bool:
+        """Whether `look_at` waits for the device: rows are not one document each as they are made here."""
+        positions, starts = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+        plain = starts is None and positions is not None and positions is self._plain
+        return self.checks_places and not plain
+
+    def look_at(self, rows: Tensor, inputs: dict[str, Any]) -> None:
+        """Collective if `looks_at`: refuse a call of the model that cannot be right over the ranks.
+
+        Args:
+            rows: [B, S/n, …], this rank's tokens.
+            inputs: what else the call has.
+
+        Raises:
+            RuntimeError: the model's attention is another one since `context_parallel`.
+            ValueError: as `loss` does.
+        """
+        config: Any = self.model.config
+        found = config.get_text_config()._attn_implementation
+        if found != ATTENTION:
+            raise RuntimeError(
+                f"attention no longer runs over the ranks: attn_implementation is {found!r} since context_parallel; "
+                "call ContextParallel.close, change the model, and call context_parallel again"
+            )
+        why = _refused(rows, inputs)
+        if self.looks_at(inputs):
+            places = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why)
+        elif why:
+            raise ValueError(why)
+
+    @contextmanager
+    def looked(self) -> Iterator[None]:
+        """Inside, calls of the model are not looked at, as `look_at` has seen their rows."""
+        self._looked = True
+        try:
+            yield
+        finally:
+            self._looked = False
 
     def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
         """Let the model's attention run over the ranks."""
@@ -281,22 +332,8 @@ class ContextParallel:
     def _before_rows(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         rows = args[0] if args else kwargs.get("input_ids")
         rows = kwargs.get("inputs_embeds") if rows is None else rows
-        if rows is None:
-            return
-        config: Any = self.model.config
-        found = config.get_text_config()._attn_implementation
-        if found != ATTENTION:
-            raise RuntimeError(
-                f"attention no longer runs over the ranks: attn_implementation is {found!r} since context_parallel; "
-                "call ContextParallel.close, change the model, and call context_parallel again"
-            )
-        starts, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-        why = _refused(rows, kwargs)
-        plain = starts is None and positions is not None and positions is self._plain
-        if self.checks_places and not plain:
-            check_places(self.ranks, rows, positions, starts, kwargs.get("max_length_q"), why)
-        elif why:
-            raise ValueError(why)
+        if rows is not None and not self._looked:
+            self.look_at(rows, kwargs)
 
 
 def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
@@ -306,9 +343,7 @@ def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
     if kwargs.get("position_ids") is None:
         return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
     if kwargs.get("attention_mask") is not None:
-        return (
-            "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
-        )
+        return NO_MASK
     if rows.shape[1] % 2:
         return f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
     return ""
@@ -322,22 +357,35 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
 
     Args:
         model: a causal language model of transformers of a family that `fuse` knows, fused or not, or after
-            `parallelize` over another dimension.
+            `parallelize` or `pipeline_parallel` over another dimension.
         mesh: one dimension of a DeviceMesh, such as `mesh["cp"]`.
 
     Raises:
         TypeError: the model has no config of transformers.
         ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a
             sliding window, capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are
-            split over the same ranks. All ranks raise, and nothing is changed.
+            split, or stages are, over the same ranks. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
-    ranks = Ranks(mesh.get_group())
+    ranks, cut = Ranks(mesh.get_group()), Cut.of(model)
+    with nullcontext() if cut is None else comm.together(cut.ranks.group):
+        layers = _checked(model, ranks, cut)
+    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
+    return ContextParallel(model, ranks).attach(layers)
+
+
+def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Module]:
+    """Collective: the model's decoder layers, of its stages on this rank if it was cut. Errors are those of
+    `context_parallel`."""
     with comm.together(ranks.group):
         config = getattr(model, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
             raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+        if cut is not None and cut.ranks.group is ranks.group and ranks.size > 1:
+            raise ValueError(
+                "the model has stages on these ranks already: rows over ranks need a dimension of their own"
+            )
         layers = decoder_layers(model)
         for path, layer in layers.items():
             if why := _objection(layer):
@@ -347,8 +395,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
                 raise ValueError(f"{name} {why}")
         mine = _fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
-    ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
-    return ContextParallel(model, ranks).attach(layers)
+    return layers
 
 
 def _fingerprint(model: nn.Module) -> dict[str, Any]:

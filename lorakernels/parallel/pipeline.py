@@ -3,12 +3,14 @@
 
 The engine is torch.distributed.pipelining: its stages, its 1F1B schedules, its sends and receives. This file cuts the
 model, and keeps losses, gradients, masks and FP8 scales those of one process that accumulates over microbatches.
+
+With `context_parallel` after the cut, several ranks have a stage together, each with some of every row's tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,21 +18,24 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.linear_cross_entropy import CHUNK
 from lorakernels.parallel import comm
+from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
     check,
+    check_inputs,
     check_numbers,
     check_ranks,
     check_running,
+    check_shapes,
     fingerprint,
     generators,
     places_of,
     slots_before,
     slots_of_stage,
+    states_of,
 )
 from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
 from lorakernels.parallel.pipeline_stages import (
-    ROWS,
     Batch,
     Draws,
     LayerDraws,
@@ -46,7 +51,6 @@ from lorakernels.state.philox import PhiloxState
 
 _OF_MODEL = "pipeline_parallel"
 _INITIAL = (".lora_A_init", ".lora_B_init")
-_TAKEN = ("input_ids", *ROWS, "cu_seq_lens_q", "max_length_q")
 
 
 class PipelineParallel:
@@ -85,6 +89,24 @@ class PipelineParallel:
         return found
 
     @property
+    def context(self) -> ContextParallel | None:
+        """What `context_parallel` returned, where ranks share the rows of each stage."""
+        return ContextParallel.of(self.model)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank is the first of those that have a stage, or share its rows."""
+        return self.ranks.rank == 0 and (self.context is None or self.context.ranks.rank == 0)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Collective at its end: what one rank raises inside is raised on all that have a stage, or share its rows."""
+        context = self.context
+        shared = nullcontext() if context is None else context.together()
+        with shared, comm.together(self.ranks.group):
+            yield
+
+    @property
     def layers(self) -> dict[str, nn.Module]:
         """{path: decoder layer} of this rank's stages that have a backward, for a GraphManager.
 
@@ -118,6 +140,9 @@ class PipelineParallel:
         """Collective: the mean loss of a causal language model, fp32 [] and equal on all ranks; its gradients are added
         to `.grad` of this rank's parameters.
 
+        Where ranks share rows, by `context_parallel` after the cut, these gradients are of this rank's tokens, and
+        `ContextParallel.reduce_gradients` sums them.
+
         Args:
             labels: int64 [B, S] as transformers takes them: the model's own shift follows; −100 does not count.
             items: divide by this number instead of by the labels that count.
@@ -127,7 +152,8 @@ class PipelineParallel:
 
         Raises:
             TypeError: another input, or no `input_ids`.
-            ValueError: a shape does not fit, or the microbatches do not divide B.
+            ValueError: a shape does not fit, the microbatches do not divide B, or ranks share rows that
+                `ContextParallel.loss` would refuse, or that have an `attention_mask`.
             RuntimeError: gradients are off, layers with dropout are managed by graphs without `offsets` or without
                 `rng_states`, or checkpointed by torch with `offsets`, or this is compiled or captured.
         """
@@ -219,10 +245,16 @@ class PipelineParallel:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
-        self._refuse_inputs(labels, inputs)
+        context, ranks = self.context, 1
+        check_inputs(labels, inputs, self.microbatches, context is not None)
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
-        return self.run(microbatches_of(wanted, inputs, self.microbatches), count, trains)
+        if context is not None:
+            inputs, ranks = context.own_inputs(labels, inputs), context.ranks.size
+            with self.together() if context.looks_at(inputs) else nullcontext():
+                context.look_at(inputs["input_ids"], inputs)
+            wanted = context.shard(wanted)
+        return self.run(microbatches_of(wanted, inputs, self.microbatches, ranks), count, trains)
 
     def run(
         self,
@@ -234,7 +266,8 @@ class PipelineParallel:
         """Collective: what `forward_backward` does, or with `trains` False `loss`, of rows that are cut already.
 
         Args:
-            microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks.
+            microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks. Where ranks
+                share rows, each gives its tokens, and nothing looks at where documents begin.
             items: by which the losses' sum is divided, a number or one value.
             trains: whether there is a backward.
             begins: called before each forward and backward of a microbatch through a stage of this rank, such as to
@@ -260,6 +293,8 @@ class PipelineParallel:
         for loss in last.losses:
             total += loss
         comm.all_reduce(self.ranks.group, total)
+        if self.context is not None:
+            comm.all_reduce(self.context.ranks.group, total)
         return total[0]
 
     @contextmanager
@@ -282,7 +317,8 @@ class PipelineParallel:
         for stage in self._own:
             stage.begin(Batch(microbatches, items, self.loss_chunk, begins), draws)
         try:
-            yield self._own
+            with nullcontext() if self.context is None else self.context.looked():
+                yield self._own
         finally:
             for stage in self._own:
                 stage.end()
@@ -296,26 +332,6 @@ class PipelineParallel:
             placed = path in self._layer_draws.placed
             check_running(path, self.model.get_submodule(path), self.offsets, placed)
 
-    def _refuse_inputs(self, labels: Tensor, inputs: dict[str, Any]) -> None:
-        for name in inputs:
-            if name not in _TAKEN:
-                raise TypeError(f"a pipeline takes {[*_TAKEN]} of whole rows, found {name}")
-        tokens = inputs.get("input_ids")
-        if tokens is None:
-            raise TypeError("a pipeline needs input_ids")
-        if tokens.dim() != 2 or len(tokens) % self.microbatches or not len(tokens):
-            raise ValueError(
-                f"input_ids must be [B, S] with B a positive multiple of the {self.microbatches} microbatches, found "
-                f"{list(tokens.shape)}"
-            )
-        wanted = {"labels": [tokens.shape], "attention_mask": [tokens.shape]}
-        wanted["position_ids"] = [tokens.shape, torch.Size((1, tokens.shape[1]))]
-        for name, x in {**inputs, "labels": labels}.items():
-            if x is not None and name in wanted and x.shape not in wanted[name]:
-                raise ValueError(
-                    f"{name} must be {list(tokens.shape)} as the rows, found {list(x.shape)}"
-                )
-
     def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
         """torch's schedule over this rank's stages. It is made anew for another shape."""
         shape = tokens.shape[0] // self.microbatches, tokens.shape[1]
@@ -326,13 +342,10 @@ class PipelineParallel:
         if self._own[0].is_first:
             embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
             weight = embedding.weight.dtype
+        if self.context is not None:
+            check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
         found = comm.agree(self.ranks.group, (shape, weight))
-        for rank, (other, _) in enumerate(found):
-            if other != found[0][0]:
-                raise ValueError(
-                    f"rows must be equal on all ranks, found microbatches of {list(found[0][0])} on rank 0 and of "
-                    f"{list(other)} on rank {rank}"
-                )
+        check_shapes([other for other, _ in found], "have stages")
         schedule = self._engine(shape, found[0][1], trains, device)
         self._schedules[trains] = (shape, device), schedule
         return schedule
@@ -428,7 +441,7 @@ def pipeline_parallel(
             mine = {"microbatches": microbatches, "chunks": chunks}
             mine |= {"load_quantized(stages=…)": loaded is not None}
             mine |= fingerprint(model, values=loaded is None)
-        states = _states(model)
+        states = states_of(model)
     check_equal(comm.agree(ranks.group, mine))
     for state in states:
         state.in_charge = "explicit"  # a layer would update while microbatches are in flight
@@ -462,17 +475,6 @@ def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
         for state, found in zip(states, names, strict=True):
             state.joint |= {state.column(name) for name in found}
     return [slots[i] for i in range(len(cut.stages))]
-
-
-def _states(model: nn.Module) -> list[FP8State]:
-    """The model's FP8 states."""
-    found = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
-    for state in found.values():
-        if state.in_charge not in ("auto", "explicit"):
-            raise ValueError(
-                f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
-            )
-    return [*found.values()]
 
 
 @contextmanager

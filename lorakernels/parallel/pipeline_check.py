@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
@@ -15,14 +15,16 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.parallel.context import ContextParallel
+from lorakernels.parallel.context import NO_MASK, ContextParallel
 from lorakernels.parallel.layers import decoder_layers
-from lorakernels.parallel.pipeline_stages import Absent, Places, Stage
+from lorakernels.parallel.pipeline_stages import ROWS, Absent, Places, Stage
 from lorakernels.parallel.tensor_check import checksum
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
+from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
 GRAPHS = "lorakernels.graphs"
+_TAKEN = ("input_ids", *ROWS, "cu_seq_lens_q", "max_length_q")
 
 
 def places_of(model: Any) -> Places:
@@ -69,7 +71,9 @@ def check(model: nn.Module, places: Places) -> None:
         ValueError: the message names the module and why.
     """
     if ContextParallel.of(model) is not None:
-        raise ValueError("the model's rows are shared by context_parallel: stages have whole rows")
+        raise ValueError(
+            "the model's rows are shared by context_parallel: call pipeline_parallel first, then context_parallel"
+        )
     embedding = getattr(model.get_submodule(places.embedding), "weight", None)
     for path in places.layers:
         layer = model.get_submodule(path)
@@ -129,6 +133,54 @@ def _objection(module: nn.Module) -> str:
         if isinstance(module, GroupedLoRALinear):
             return "is in a group of projections with dropout, which a pipeline does not have yet"
     return ""
+
+
+def check_inputs(labels: Tensor, inputs: dict[str, Any], microbatches: int, shared: bool) -> None:
+    """Refuse inputs that are not whole rows of a step, which `microbatches` divide.
+
+    Args:
+        labels, inputs: of `PipelineParallel.forward_backward`.
+        microbatches: of a step.
+        shared: whether ranks share each row.
+
+    Raises:
+        TypeError: another input, or no `input_ids`.
+        ValueError: a shape does not fit, or there is a mask over shared rows.
+    """
+    for name in inputs:
+        if name not in _TAKEN:
+            raise TypeError(f"a pipeline takes {[*_TAKEN]} of whole rows, found {name}")
+    tokens = inputs.get("input_ids")
+    if tokens is None:
+        raise TypeError("a pipeline needs input_ids")
+    if tokens.dim() != 2 or len(tokens) % microbatches or not len(tokens):
+        raise ValueError(
+            f"input_ids must be [B, S] with B a positive multiple of the {microbatches} microbatches, found "
+            f"{list(tokens.shape)}"
+        )
+    wanted = {"labels": [tokens.shape], "attention_mask": [tokens.shape]}
+    wanted["position_ids"] = [tokens.shape, torch.Size((1, tokens.shape[1]))]
+    for name, x in {**inputs, "labels": labels}.items():
+        if x is not None and name in wanted and x.shape not in wanted[name]:
+            raise ValueError(
+                f"{name} must be {list(tokens.shape)} as the rows, found {list(x.shape)}"
+            )
+    if shared and inputs.get("attention_mask") is not None:
+        raise ValueError(NO_MASK)
+
+
+def check_shapes(found: list[tuple[int, int]], whose: str) -> None:
+    """Refuse ranks whose microbatches [b, S] have several shapes. `whose` says which ranks `found` has, in order.
+
+    Raises:
+        ValueError: it names the first other one.
+    """
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"rows must be equal on all ranks, found microbatches of {list(found[0])} on rank 0 and of "
+                f"{list(other)} on rank {rank} of those that {whose}"
+            )
 
 
 def managed_by_graphs(layer: nn.Module) -> bool:
@@ -266,3 +318,18 @@ def slots_before(model: nn.Module, slots: list[int], own: Iterable[Stage]) -> di
             found[path] = count
             count += slots_of_stage(model, [path])
     return found
+
+
+def states_of(model: nn.Module) -> list[FP8State]:
+    """The model's FP8 states.
+
+    Raises:
+        ValueError: one is updated by graphs, or by `attach`.
+    """
+    found = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
+    for state in found.values():
+        if state.in_charge not in ("auto", "explicit"):
+            raise ValueError(
+                f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
+            )
+    return [*found.values()]

@@ -80,9 +80,9 @@ class Microbatch(NamedTuple):
     """Some rows of a step, equally many in each microbatch.
 
     Attributes:
-        tokens: int64 [b, S].
+        tokens: int64 [b, S]. Where ranks share rows, they and what follows are of this rank's tokens.
         labels: int64 [b, S], of each token the next one; IGNORE does not count.
-        inputs: what else the model takes.
+        inputs: what else the model takes. Starts of documents are those of whole rows.
     """
 
     tokens: Tensor
@@ -90,8 +90,10 @@ class Microbatch(NamedTuple):
     inputs: dict[str, Any]
 
 
-def microbatches_of(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Microbatch]:
-    """`n` of whole rows: labels `wanted` [B, S], and a pipeline's `inputs`."""
+def microbatches_of(
+    wanted: Tensor, inputs: dict[str, Any], n: int, ranks: int = 1
+) -> list[Microbatch]:
+    """`n` of rows: labels `wanted` [B, S], and a pipeline's `inputs`. `ranks` share each row, S of its tokens each."""
     tokens = inputs["input_ids"]
     others: list[dict[str, Any]] = [{} for _ in range(n)]
     for name in ROWS:
@@ -102,7 +104,7 @@ def microbatches_of(wanted: Tensor, inputs: dict[str, Any], n: int) -> list[Micr
                 each[name] = part
     starts = inputs.get("cu_seq_lens_q")
     if starts is not None:
-        own = tokens.numel() // n
+        own = tokens.numel() * ranks // n  # of the whole rows, as starts are
         longest = min(inputs.get("max_length_q") or own, own)
         for i, each in enumerate(others):
             each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)

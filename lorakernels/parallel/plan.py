@@ -79,6 +79,7 @@ class LayerTime:
 class PlanAxes:
     """How many GPUs train, how many of them share a row (`cp`, context parallel), or have a model's stages (`pp`).
 
+    With both, `cp` GPUs have each of the `pp` stages, and a row is on `cp · pp` of them.
     `microbatches` of a step run through the stages; None is as many as stages. With `sharded_optimizer` all GPUs split
     AdamW's state, as ShardedAdamW does.
     """
@@ -105,8 +106,10 @@ class PlanAxes:
             raise ValueError(
                 f"sharded_optimizer needs several GPUs with the same layers, found {self.gpus} with pp {self.pp}"
             )
-        if self.cp > 1 and self.pp > 1:
-            raise ValueError(f"cp {self.cp} does not go with pp {self.pp}: a stage has whole rows")
+        if self.gpus % (self.cp * self.pp):
+            raise ValueError(
+                f"cp · pp must divide the {self.gpus} gpus, found {self.cp} · {self.pp}"
+            )
         if self.cp > 1 and length % (2 * self.cp):
             raise ValueError(
                 f"tokens of a row must be a multiple of 2 cp = {2 * self.cp}, found {length}"

@@ -11,6 +11,8 @@ schedule does not overlap.
 
 Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for
 each microbatch. All but the first stage receive hidden states in them, and all but the last receive their gradients.
+
+Where GPUs share rows, T has their exchanges, and a GPU sends and keeps hidden states of its own tokens.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from lorakernels.parallel.plan_time import (
     Parts,
     adamw,
     backward,
+    exchanged,
     forward,
     head,
     stretched,
@@ -142,10 +145,12 @@ def stage(
     for size, save in zip(part.layers, saves, strict=True):
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
     factor = stretched(parts, machine)
+    pairs = zip(part.layers, saves, strict=True)
+    rows = sum(exchanged(size, batch, machine, save) for size, save in pairs)
     return Stage(
         tuple(saves),
         replace(used, kept=kept, workspace=used.workspace + received),
-        parts.seconds * factor,
+        parts.seconds * factor + rows,
         adamw(part, machine).seconds,
         factor,
     )

@@ -48,7 +48,8 @@ def _choice(plan: ShardPlan) -> list[str]:
         tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens over {plan.batch.ranks} GPUs"
     if plan.pipeline is not None:
         rows = f"{plan.batch.sequences} x {plan.batch.length} tokens"
-        tokens = f"{plan.pipeline.microbatches} microbatches of {rows}"
+        over = f" over {plan.batch.ranks} GPUs a stage" if plan.batch.ranks > 1 else ""
+        tokens = f"{plan.pipeline.microbatches} microbatches of {rows}{over}"
     lines = [
         f"{plan.gpus} x {plan.machine.name}, {plan.machine.memory / 1e9:.1f} GB each, {tokens}",
         f"base      {where}",

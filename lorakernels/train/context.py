@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--cp N`: N ranks after each other share each row, with seq_len / N of its tokens each."""
+"""`--cp N`: N ranks after each other share each row, with seq_len / N of its tokens each.
+
+With `--pp` each stage has such ranks. The model is cut into stages first.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,12 @@ def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
     """The ranks as groups: `cp` of them share each row, `pp` share a model's stages, `tp` share its layers.
 
     Raises:
-        OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` does not.
+        OptionError: `cp`, `pp` or `tp` does not divide their number, or `cp` · `tp` or `cp` · `pp` does not.
     """
     for name in ("cp", "pp", "tp"):
         _check_divides(name, getattr(options, name), ranks)
     _check_divides("cp · tp", options.cp * options.tp, ranks)
+    _check_divides("cp · pp", options.cp * options.pp, ranks)
     return replace(ranks, cp=options.cp, pp=options.pp, tp=options.tp)
 
 
@@ -48,7 +52,7 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
     try:
-        context = context_parallel(model, mesh)
+        context = context_parallel(model, mesh)  # all ranks of a replica raise
     except (TypeError, ValueError) as error:
         raise OptionError(f"cp {ranks.cp}: {error}") from error
     # packing.py and `own_part` make the rows. Without the check, the host waits for nothing in a step.

@@ -207,8 +207,8 @@ def adapt(
         shard_parts(model, mesh, reporter.say)
     if options.gradient_checkpointing:
         save_activations(model)  # hooks the embedding, which the ranks may have replaced
-    share_rows(model, ranks, device)
     cut_stages(model, options, ranks, shared, random)
+    share_rows(model, ranks, device)
     sizes = sizes or sizes_of(model, options)
     runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
     identity = {

@@ -232,10 +232,7 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
     """
     decoder, _ = decoder_and_head(model)
     if ContextParallel.of(model) is not None:
-        where: dict[str, Any] = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
-        if batch.starts is not None and batch.longest is not None:
-            where["max_length_q"] = batch.longest
-        output = decoder(input_ids=batch.input_ids, use_cache=False, **where)
+        output = decoder(input_ids=batch.input_ids, use_cache=False, **places_over_ranks(batch))
     elif isolate:
         output = decoder(input_ids=batch.input_ids, use_cache=False, **places_of(decoder, batch))
     else:
@@ -288,6 +285,14 @@ def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
         "cu_seq_lens_q": batch.starts,
         "max_length_q": batch.longest or batch.input_ids.shape[1],
     }
+
+
+def places_over_ranks(batch: Batch) -> dict[str, Any]:
+    """The arguments that say where this rank's tokens are, where ranks share rows. Starts are those of whole rows."""
+    where: dict[str, Any] = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
+    if batch.starts is not None and batch.longest is not None:
+        where["max_length_q"] = batch.longest
+    return where
 
 
 def _is_eager(decoder: Any) -> bool:

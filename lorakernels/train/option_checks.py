@@ -203,7 +203,7 @@ def _check_context(options: FinetuneOptions) -> None:
 
 # with --pp, these have one of these values
 WITH_PP = {
-    "demo": False, "cp": 1, "shard_base": False, "offload": 0.0, "offload_activations": False,
+    "demo": False, "shard_base": False, "offload": 0.0, "offload_activations": False,
     "graphs": ("auto", "layer"), "gradient_checkpointing": False, "fp8_head": False, "layout": "given",
     "init_lora_weights": ("true", "gaussian"), "target_parameters": [],
 }  # fmt: skip

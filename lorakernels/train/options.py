@@ -274,8 +274,9 @@ class FinetuneOptions(RunningOptions):
     pp: int = option(
         1,
         "runtime",
-        "pipeline parallel, under torchrun: so many ranks after each other have the model's layers as stages, and "
-        "grad_accum microbatches of a step run through them; layers then run eager, or as graphs with --graphs layer",
+        "pipeline parallel, under torchrun: so many ranks have the model's layers as stages, and grad_accum "
+        "microbatches of a step run through them; with cp, each stage has cp ranks; layers then run eager, or as "
+        "graphs with --graphs layer",
     )
     tp: int = option(
         1,

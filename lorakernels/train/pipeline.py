@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--pp N`: N ranks after each other have a model's decoder layers as stages, and are one replica.
+"""`--pp N`: N ranks have a model's decoder layers as stages, and are one replica.
 
 Every microbatch of a step is one of the pipeline's. Each rank steps the optimizer over its own adapters. Checkpoints
-hold all of them, in the order of one process, so that a run goes on with another N.
+hold all of them, in the order of one process, so that a run goes on with another N. With `--cp M`, M ranks have each
+stage, and share its rows: a replica then has M · N ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_parallel
 from lorakernels.train.checkpoint import Checkpoint
+from lorakernels.train.context import own_part
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model import decoder_and_head, no_mask, places_of
+from lorakernels.train.model import decoder_and_head, no_mask, places_of, places_over_ranks
 from lorakernels.train.optimizers import groups, numbers
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, Batch, PackedRows
@@ -35,16 +37,16 @@ class Stages(Parts):
 
     Attributes:
         pipeline: what `pipeline_parallel` returned.
-        replica: the ranks of this replica, one for each stage.
+        others: one rank for each stage, this one among them.
     """
 
     def __init__(
         self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
     ) -> None:
-        same = Ranks(ranks.replica, ranks.replicas, group=groups[1])
-        super().__init__(pipeline.model, ranks, same)
-        self.pipeline, self.options, size = pipeline, options, ranks.pp
-        self.replica = Ranks(ranks.rank % size, size, group=groups[0])
+        stage, place = divmod(ranks.rank, ranks.of_stage)
+        super().__init__(pipeline.model, ranks, Ranks(place, ranks.of_stage, group=groups[1]))
+        self.pipeline, self.options = pipeline, options
+        self.others = Ranks(stage, ranks.pp, group=groups[0])
         with pipeline.structure():
             named = pipeline.model.named_parameters()
             self.trained = {n: p for n, p in named if p.requires_grad}
@@ -57,10 +59,10 @@ class Stages(Parts):
         `begins` is called before each forward and backward of a microbatch.
         """
         loss = self._run(batches, items, True, begins)
-        return loss if self.replica.first else torch.zeros_like(loss)
+        return loss if self.ranks.first_of_replica else torch.zeros_like(loss)
 
     def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
-        """Sum of the token losses of so many batches as the pipeline has microbatches."""
+        """Sum of the token losses of so many batches as the pipeline has microbatches, of this rank's tokens each."""
         device = batches[0].labels.device
         return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
 
@@ -68,22 +70,26 @@ class Stages(Parts):
         self, batches: Sequence[Batch], items: Tensor, trains: bool, begins: Callable[[], None]
     ) -> Tensor:
         decoder, _ = decoder_and_head(self.pipeline.model)
-        isolate = self.options.isolate_documents
-        cut = [
-            Microbatch(b.input_ids, b.labels, places_of(decoder, b) if isolate else {})
-            for b in batches
-        ]
+        isolate, shared = self.options.isolate_documents, self.pipeline.context is not None
+
+        def places(batch: Batch) -> dict[str, Any]:
+            if shared:
+                return places_over_ranks(batch)
+            return places_of(decoder, batch) if isolate else {}
+
+        cut = [Microbatch(batch.input_ids, batch.labels, places(batch)) for batch in batches]
         with contextlib.nullcontext() if isolate else no_mask(decoder):
             return self.pipeline.run(cut, items, trains, begins)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:
         square = torch.nn.utils.get_total_norm(gradients).float().square()
-        self.replica.add_up([square])
+        self.others.add_up([square])
         return square.sqrt()
 
     def evaluate(self, rows: PackedRows, device: torch.device) -> Tensor:
         """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank."""
-        options, ranks = self.options, self.ranks
+        options, ranks, context = self.options, self.ranks, self.pipeline.context
+        isolate = options.isolate_documents
         count = min(len(rows), options.eval_rows) if options.eval_rows else len(rows)
         chosen = [i * len(rows) // count for i in range(count)]
         size, at_once = options.batch_size, self.pipeline.microbatches
@@ -97,8 +103,8 @@ class Stages(Parts):
                 batch = rows.batch(own + [chosen[0]] * (size - len(own)))
                 batch.labels[len(own) :] = IGNORE  # rows that fill the batch do not count
                 batches.append(replace(batch, targets=int((batch.labels != IGNORE).sum())))
-            loss = self.summed_loss([batch.to(device) for batch in batches])
-            if self.replica.first:
+            loss = self.summed_loss([own_part(b, context, isolate).to(device) for b in batches])
+            if ranks.first_of_replica:
                 total[0] += loss
                 total[1] += sum(batch.targets for batch in batches)
         return total
@@ -118,8 +124,8 @@ class Stages(Parts):
             name: state["state"].get(i, {})
             for name, i in numbers(self._own(), self.options).items()
         }
-        everywhere: list[Any] = [None] * self.replica.size
-        dist.all_gather_object(everywhere, _on_cpu(own), group=self.replica.group)
+        everywhere: list[Any] = [None] * self.others.size
+        dist.all_gather_object(everywhere, _on_cpu(own), group=self.others.group)
         states = {name: found for part in everywhere for name, found in part.items()}
         places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
         whole: list[dict[str, Any]] = []
@@ -156,8 +162,7 @@ class Stages(Parts):
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Who shares what under `--pp N`: `mesh` of one replica's stages, and `groups`, that replica and who has this
-    rank's stage in the other ones."""
+    """Who shares what under `--pp N`: `mesh` of the stages, and `groups`, of the stages and of who has this rank's."""
 
     mesh: DeviceMesh
     groups: list[Any]
@@ -167,7 +172,7 @@ def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
     """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
-    group, same = ranks.group_of(ranks.pp), ranks.group_of(ranks.replicas, apart=ranks.pp)
+    group, same = ranks.group_of(ranks.pp, apart=ranks.of_stage), ranks.group_of(ranks.of_stage)
     assert group is not None
     mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
     return StageRanks(mesh, [group, same])

@@ -39,12 +39,14 @@ def wait_for(device: torch.device) -> None:
 class Ranks:
     """This process among `size` processes. By default it is alone, and no method communicates.
 
+    Ranks lie as in a mesh ("pp", "replica", "cp", "tp"). So stages are far from each other, and parts of layers near.
+
     Attributes:
         rank: this process's number among all.
         size: the number of all processes.
         local: this process's number among those of its machine.
-        cp: how many ranks after each other share each row. Such ranks are one replica.
-        pp: how many ranks after each other have a model's stages. Such ranks are one replica.
+        cp: how many ranks, `tp` apart, share each row. Such ranks are in one replica.
+        pp: how many ranks, `size` / `pp` apart, have a model's stages. Such ranks are in one replica.
         tp: how many ranks after each other have a model's layers together. Such ranks are in one replica.
         group: the group over which `add_up` sums; None is the default group.
         patient: the group in which ranks wait for each other's work; None is the default group.
@@ -65,12 +67,22 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        return self.rank // (self.cp * self.pp * self.tp)
+        return self.rank % self.of_stage // (self.cp * self.tp)
+
+    @property
+    def of_stage(self) -> int:
+        """How many ranks have the same layers of the model. They come after each other."""
+        return self.size // self.pp
 
     @property
     def counts(self) -> bool:
         """Whether a sum over all ranks takes this rank's losses. Ranks with a layer's parts have the same ones."""
         return self.rank % self.tp == 0
+
+    @property
+    def first_of_replica(self) -> bool:
+        """Whether a sum over all ranks takes this rank's losses, where all ranks of a replica have the same ones."""
+        return self.rank < self.of_stage and self.rank % (self.cp * self.tp) == 0
 
     @property
     def first(self) -> bool:

@@ -70,6 +70,8 @@ def test_ranks_that_share_rows_and_stages_are_planned(
     assert plan(model, "--seq=8192", "--gpus=4", "--pp=2", "--microbatches=6") == 0
     shown = capsys.readouterr().out
     assert "6 microbatches of 1 x 8192 tokens" in shown and "of it a rank waits" in shown
+    assert plan(model, "--seq=8192", "--gpus=4", "--cp=2", "--pp=2", "--microbatches=6") == 0
+    assert "6 microbatches of 1 x 8192 tokens over 2 GPUs a stage" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

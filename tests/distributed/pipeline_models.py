@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import PipelineParallel, comm, pipeline_parallel
+from lorakernels.parallel import ContextParallel, PipelineParallel, comm, pipeline_parallel
 from lorakernels.parallel.head import sum_of_losses
 from lorakernels.train.loss import changed
 from tests.distributed.tensor_layers import relative
@@ -110,20 +110,26 @@ def parts_of(inputs: dict[str, Any], way: Way) -> list[dict[str, Any]]:
 
 
 def step_alone(model: Any, labels: Tensor, inputs: dict[str, Any], way: Way) -> Tensor:
-    """The loss in one process, which accumulates over microbatches."""
+    """The loss without stages: of one process, or of ranks that share rows. It accumulates over microbatches."""
+    context, trains = ContextParallel.of(model), model.training
     start, rng = torch.get_rng_state(), state_of(model)
     wanted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
     count = (wanted != -100).sum().float()
     total = torch.zeros((), device=labels.device)
     for part, own in zip(parts_of(inputs, way), wanted.chunk(way.microbatches), strict=True):
-        if way.one_state:
+        if way.one_state and trains:
             torch.set_rng_state(start)
+        if context is not None:
+            part, own = context.own_inputs(own, part), context.shard(own)
         hidden = model.base_model(use_cache=False, **part).last_hidden_state
         loss = sum_of_losses(model, hidden, own) / count
-        loss.backward()
-        if way.one_state:
+        if trains:
+            loss.backward()
+        if way.one_state and trains:
             rng.advance()
         total += loss.detach()
+    if context is not None:
+        comm.all_reduce(context.ranks.group, total)
     return total
 
 
@@ -155,7 +161,7 @@ def train(
     """[(values before, {"loss" and gradients, FP8 state})] of each step of plain descent."""
     torch.manual_seed(9)
     found, start = [], torch.get_rng_state()
-    rng = state_of(model)
+    rng, context = state_of(model), ContextParallel.of(model)
     if cut is not None and way.one_state:
         cut.offsets = rng
     for step in range(STEPS):
@@ -166,6 +172,8 @@ def train(
             if cut is None
             else cut.forward_backward(labels, **inputs)
         )
+        if context is not None:
+            context.reduce_gradients()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         values = {n: p.detach().cpu().clone() for n, p in trained.items()}
         grads = {n: p.grad.cpu().clone() for n, p in trained.items() if p.grad is not None}
@@ -189,14 +197,7 @@ def train(
     labels, inputs = batch(STEPS, way, device)
     if cut is None:
         with torch.no_grad():
-            parts = zip(parts_of(inputs, way), labels.chunk(way.microbatches), strict=True)
-            count = (labels[:, 1:] != -100).sum().float()
-            evaluated = torch.zeros((), device=device)
-            for part, own in parts:
-                both: Any = model
-                hidden = both.base_model(use_cache=False, **part).last_hidden_state
-                wanted = nn.functional.pad(own, (0, 1), value=-100)[:, 1:]
-                evaluated += sum_of_losses(model, hidden, wanted) / count
+            evaluated = step_alone(model, labels, inputs, way)
     else:
         evaluated = cut.loss(labels, **inputs)
     found.append(({}, {"evaluated": evaluated.cpu(), "generator": torch.get_rng_state()}))

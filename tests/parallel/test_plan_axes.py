@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -156,6 +156,39 @@ def test_a_stage_holds_its_part_and_what_is_in_flight() -> None:
     assert grown == [12 * hidden, 24 * hidden, 24 * hidden, 12 * hidden]
 
 
+def test_stages_whose_rows_gpus_share_have_a_part_of_the_tokens_and_exchange_keys_and_values() -> (
+    None
+):
+    """Beside plans of shared rows without stages: the same layers, exchanges and activations."""
+    size, batch = size_of("70b"), Batch(1, 16384, 2)
+    parts = part_of(size, 4)
+    for save in ("full", "checkpoint"):
+        found = stage(parts[1], batch, H200, (1, 4, 4), [save] * 20)
+        layer = size.layers[0]
+        own = forward(layer, batch, H200, save) + backward(layer, batch, H200, save)
+        rows = 20 * exchanged(layer, batch, H200, save)
+        assert rows > 0 and found.seconds == pytest.approx(20 * own.seconds * found.factor + rows)
+        alone = bytes_of(parts[1], batch, H200, 1, Placement(), [save] * 20)
+        assert found.bytes.kept == 3 * alone.kept and found.bytes.exchange == alone.exchange > 0
+        hidden = ELEMENT * 8192 * 8192  # of half a row
+        assert found.bytes.workspace == alone.workspace + 2 * 4 * hidden
+
+
+def test_plans_of_stages_and_shared_rows_fit_and_are_said() -> None:
+    config = SPECS["70b"].config()
+    axes = PlanAxes(8, cp=2, pp=2, microbatches=8)
+    found = ShardPlan.of(config, 80 * GB, 16384, axes, lora=LORA, machine="H100-80GB")
+    assert found.bytes.total <= 80 * GB and found.pipeline is not None
+    assert found.rate == pytest.approx(2 * 8 * 16384 / found.step)  # two replicas
+    shown = str(found)
+    assert "8 microbatches of 1 x 16384 tokens over 2 GPUs a stage" in shown
+    assert "in 2 stages of 40 + 40 layers" in shown and "keys, values, both ways" in shown
+    longer = partial(ShardPlan.of, config, 80 * GB, 32768, lora=LORA, machine="H100-80GB")
+    with pytest.raises(ValueError, match=r"stage 0 of 2 does not fit 80\.0 GB"):
+        longer(PlanAxes(2, pp=2, microbatches=8))
+    assert longer(replace(axes, gpus=4)).bytes.total <= 80 * GB
+
+
 def test_the_head_is_the_last_stage_s_alone() -> None:
     size, batch = size_of("8b"), Batch(1, 4096)
     parts = enumerate(part_of(size, 2))
@@ -187,7 +220,7 @@ def test_plans_of_stages_fit_and_are_said() -> None:
         (PlanAxes(4, cp=3), {}, "cp must divide the 4 gpus, found 3"),
         (PlanAxes(4, pp=3), {}, "pp must divide the 4 gpus, found 3"),
         (PlanAxes(4, cp=0), {}, "cp must be a positive whole number, found 0"),
-        (PlanAxes(4, cp=2, pp=2), {}, "cp 2 does not go with pp 2"),
+        (PlanAxes(4, cp=2, pp=4), {}, "cp · pp must divide the 4 gpus, found 2 · 4"),
         (PlanAxes(4, cp=4), {"tokens": 4092}, "a multiple of 2 cp = 8, found 4092"),
         (PlanAxes(4, microbatches=4), {}, "microbatches are of pipeline stages, found 4 with pp 1"),
         (PlanAxes(4, pp=4, microbatches=3), {}, "microbatches must be at least pp, 4, found 3"),

@@ -198,7 +198,7 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"cp": 2}, "pp 2 does not go with cp 2"),
+        ({"cp": 2, "seq_len": 62}, "seq_len must be a multiple of 4 with cp 2, got 62"),
         ({"shard_base": True}, "pp 2 does not go with shard_base True"),
         ({"graphs": "step"}, "pp 2 does not go with graphs step"),
         ({"gradient_checkpointing": True}, "pp 2 does not go with gradient_checkpointing True"),

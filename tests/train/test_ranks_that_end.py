@@ -176,12 +176,23 @@ def killed_and_resumed(
     return output
 
 
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        (["--tp", 2, "--cp", 2, SHARDED], [SHARDED, "--grad-accum", 1]),
+        (["--pp", 2, "--cp", 2], ["--tp", 2]),
+    ],
+    ids=["parts of layers and of rows", "stages and parts of rows"],
+)
 def test_one_of_four_is_killed_and_two_in_another_layout_go_on(
-    cli: Callable[..., int], run: list[Any], even_model: Path, tmp_path: Path
+    layouts: tuple[list[Any], list[Any]],
+    cli: Callable[..., int],
+    run: list[Any],
+    even_model: Path,
+    tmp_path: Path,
 ) -> None:
     """Within 1e-3 of one process that nobody stopped. Without dropout single roundings of FP8 turn, as sums differ."""
     run = [*run, "--model", even_model, "--lora-dropout", 0, "--fuse"]
-    layouts = ["--tp", 2, "--cp", 2, SHARDED], [SHARDED, "--grad-accum", 1]
     output = killed_and_resumed(run, layouts, (4, 2), tmp_path)
     assert cli(*run, "--output", tmp_path / "whole") == 0
     np.testing.assert_allclose(losses(output), losses(tmp_path / "whole"), rtol=1e-3)
