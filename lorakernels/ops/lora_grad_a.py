@@ -32,7 +32,7 @@ from lorakernels.values import Dropout, Scaled
 
 MULTIPLE = {True: 16, False: 8}  # of K, for csrc, by whether x is FP8
 COLUMN_MULTIPLE = 8  # of col0, for csrc
-MAX_RANK = 128  # for csrc
+MAX_RANK = 256  # for csrc
 GROUP = 8  # numbers of ds that csrc copies together
 
 

@@ -26,7 +26,7 @@ from lorakernels.ops.register import Implementation, Op, define, empty, fake_qua
 from lorakernels.values import Dropout, Scaling
 
 MULTIPLE = 8  # of K, for csrc
-MAX_RANK = 128  # for csrc
+MAX_RANK = 256  # for csrc
 Results = tuple[Tensor, Tensor, Tensor]
 
 
