@@ -287,7 +287,7 @@ def project(
     weight = Weight(to.weight, to.scale_inv)
     if to.blocks is not None:
         x = quantize_in_blocks(operand, to.blocks)
-        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual)
+        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual, to.diagonal)
     return ops.fp8_linear_lora(
         operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual, to.diagonal
     )

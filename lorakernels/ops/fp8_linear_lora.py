@@ -123,11 +123,13 @@ def check(
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
     check_up(up, rows, cols)
-    if side is not None:
-        _check_side(up, side, cols)
+    check_side(up, side, cols)
 
 
-def _check_side(up: Up | None, side: SideBySide, cols: int) -> None:
+def check_side(up: Up | None, side: SideBySide | None, cols: int) -> None:
+    """ValueError unless `side`, if given, has N and R of the one adapter's lora_B together."""
+    if side is None:
+        return
     rows, ranks = list(side.rows or ()), list(side.ranks or ())
     if up is None or up.s is None or adapters_of(up.lora_B):
         raise ValueError("rows and ranks are of one adapter's lora_B, which is not given")

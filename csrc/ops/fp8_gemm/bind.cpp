@@ -229,6 +229,7 @@ void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weigh
                       const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
   Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
   params.in_blocks = true;
+  put_blocks("fp8_block_linear", params, sizes);
   check("fp8_block_linear", params);
   submit("fp8_block_linear", params, &launch_fp8_block_linear, where.stream, where.device);
 }
