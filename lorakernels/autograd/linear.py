@@ -198,9 +198,13 @@ class Projections(NamedTuple):
     @property
     def beside(self) -> SideBySide | None:
         """`side` if `quantize_grad` takes these projections side by side, with the B_i below each other; else None."""
-        if self.factors is None or self.batched or not side_by_side(self.side):
-            return None
-        return self.side
+        return self.diagonal if side_by_side(self.side) else None
+
+    @property
+    def diagonal(self) -> SideBySide | None:
+        """`side` where the first result of `stack_B` has the B_i on its diagonal; else None."""
+        stacks = self.adapted and self.factors is not None and not self.batched
+        return self.side if stacks else None
 
     @property
     def grad_weight(self) -> Weight:
@@ -283,9 +287,9 @@ def project(
     weight = Weight(to.weight, to.scale_inv)
     if to.blocks is not None:
         x = quantize_in_blocks(operand, to.blocks)
-        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual)
+        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual, to.diagonal)
     return ops.fp8_linear_lora(
-        operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual
+        operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual, to.diagonal
     )
 
 

@@ -65,7 +65,8 @@ def project_rows(
     """Write the `rows` of y [M, ΣN]. `operand` and `s` have these alone."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
-    fp8_linear_lora_into(y[rows], operand, weight, to.bias, up, to.spec.split_fprop)
+    split, side = to.spec.split_fprop, to.diagonal
+    fp8_linear_lora_into(y[rows], operand, weight, to.bias, up, split, side=side)
 
 
 def grad_rows(dx: Tensor, rows: slice, dy8: Scaled, ds: Tensor | None, to: Projections) -> None:

@@ -6,6 +6,7 @@ csrc/values.h has a struct for each. A tuple's entries are taken by position, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class RankSizes(NamedTuple):
 class ProductSizes(NamedTuple):
     """[rows, depth] times [depth, cols], with an adapter of this rank; 0 without one.
 
-    With `segment_rows`, as many rows after each other have an adapter of their own.
+    With `segment_rows`, as many rows after each other have an adapter of their own. `blocks`, if there are any: columns
+    and ranks of those that stand on B's diagonal, beside which B is zero.
     """
 
     rows: int
@@ -49,6 +51,7 @@ class ProductSizes(NamedTuple):
     depth: int
     rank: int
     segment_rows: int = 0
+    blocks: Sequence[tuple[int, int]] = ()
 
 
 class GroupedWeight(NamedTuple):

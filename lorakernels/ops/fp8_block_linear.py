@@ -23,7 +23,7 @@ from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
-from lorakernels.ops.fp8_linear_lora import check_up, launch_csrc, with_terms
+from lorakernels.ops.fp8_linear_lora import check_side, check_up, launch_csrc, with_terms
 from lorakernels.ops.fp8_linear_lora import why_not_csrc_kernel as why_not_csrc_linear
 from lorakernels.ops.hardware import (
     FP8_GEMM_MULTIPLE,
@@ -33,7 +33,7 @@ from lorakernels.ops.hardware import (
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Scaled, Up, Weight
+from lorakernels.values import Scaled, SideBySide, Up, Weight
 
 
 def reference(
@@ -43,13 +43,14 @@ def reference(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """y [M, N] in `out_dtype`, summed in fp32 and rounded once.
 
     Raises:
         ValueError: a scale_inv, the bias, lora_B or the residual does not fit.
     """
-    check(x, weight, bias, up, out_dtype, residual)
+    check(x, weight, bias, up, out_dtype, residual, side)
     acc = dequantize_rows(x) @ dequantize_weight_blocks(weight).t()
     if up is not None and up.s is not None:
         acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
@@ -78,6 +79,7 @@ def check(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> None:
     """ValueError unless scales are [⌈K/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉], and the other terms fit y [M, N]."""
     (rows, depth), cols = x.data.shape, weight.data.shape[0]
@@ -90,6 +92,7 @@ def check(
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
     check_up(up, rows, cols)
+    check_side(up, side, cols)
 
 
 def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> None:
@@ -106,6 +109,7 @@ def why_not_csrc_kernel(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
     if up is not None and adapters_of(up.lora_B):
@@ -122,10 +126,11 @@ def by_csrc(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
     y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
-    launch_csrc(y, x, weight, bias, up, False, residual)
+    launch_csrc(y, x, weight, bias, up, False, residual, side)
     return y
 
 
@@ -136,6 +141,7 @@ def why_not_csrc_base(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> str | None:
     """None if csrc's kernel takes all but the adapters; otherwise the reason why not."""
     return why_not_csrc_kernel(x, weight, bias, None, out_dtype, residual)
@@ -148,6 +154,7 @@ def by_csrc_and_torch(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """One kernel of csrc, then PyTorch's for the adapters' term, which it adds in fp32."""
     y = by_csrc(x, weight, bias, None, out_dtype, residual)
@@ -170,6 +177,7 @@ def by_torch(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """A product of dequantized operands in `out_dtype`, then one PyTorch kernel for each other term."""
     wide = dequantize_weight_blocks(weight, out_dtype)
@@ -184,6 +192,7 @@ def why_not_cublaslt(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> str | None:
     """None if cuBLASLt takes these operands; otherwise the reason why not."""
     (rows, depth), cols = x.data.shape, weight.data.shape[0]
@@ -198,6 +207,7 @@ def by_cublaslt(
     up: Up | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """`torch._scaled_mm` of the blocks, then one PyTorch kernel for each other term."""
     assert x.scale_inv is not None and weight.scale_inv is not None
@@ -241,5 +251,5 @@ fp8_block_linear = define(
         chosen_blocks,
     ),
     "(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
-    " float scaling, ScalarType out_dtype, Tensor? residual=None) -> Tensor",
+    " float scaling, ScalarType out_dtype, Tensor? residual=None, SymInt[]? rows=None, SymInt[]? ranks=None) -> Tensor",
 )

@@ -13,6 +13,10 @@ are multiplied in fp32. A plain base is one product in x's dtype. The other term
 is rounded up to four times.
 
 B may be of J adapters in one batch, [J, N, R] (numerics/segments.py); each has its own M / J rows.
+
+B may hold the B_i of several projections on its diagonal, as ops/block_diagonal.py makes it. `side` then says where
+they are, and csrc's kernel leaves out most of what is multiplied by the zeros beside them. A non-finite s may leave no
+trace in the columns of other projections.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ from lorakernels.ops.hardware import (
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Scaled, Up, Weight
+from lorakernels.values import Scaled, SideBySide, Up, Weight
 
+MAX_BLOCKS = 4  # on B's diagonal, for csrc
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
@@ -62,6 +67,7 @@ def reference(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """y [M, N] in `out_dtype`.
 
@@ -69,9 +75,9 @@ def reference(
     FP8 tensor cores: to add partial sums in fp32.
 
     Raises:
-        ValueError: the weight's scale_inv, the residual, the bias or lora_B does not fit.
+        ValueError: the weight's scale_inv, the residual, the bias, lora_B or `side` does not fit.
     """
-    check(x, weight, bias, up, out_dtype, split, residual)
+    check(x, weight, bias, up, out_dtype, split, residual, side)
     by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
     acc = dequantize(x) @ dequantize(Scaled(weight.data, by_row)).t()
     if up is not None and up.s is not None:
@@ -102,8 +108,12 @@ def check(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> None:
-    """ValueError unless scale_inv is [1] or [N], residual [M, N], bias [N], and lora_B [N, R] for an s [M, R]."""
+    """ValueError unless scale_inv is [1] or [N], residual [M, N], bias [N], and lora_B [N, R] for an s [M, R].
+
+    `side`, if given, must have lora_B's N and R together.
+    """
     rows, cols = x.data.shape[0], weight.data.shape[0]
     if weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
         raise ValueError(
@@ -114,6 +124,21 @@ def check(
     if bias is not None and bias.shape != (cols,):
         raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
     check_up(up, rows, cols)
+    check_side(up, side, cols)
+
+
+def check_side(up: Up | None, side: SideBySide | None, cols: int) -> None:
+    """ValueError unless `side`, if given, has N and R of the one adapter's lora_B together."""
+    if side is None:
+        return
+    rows, ranks = list(side.rows or ()), list(side.ranks or ())
+    if up is None or up.s is None or adapters_of(up.lora_B):
+        raise ValueError("rows and ranks are of one adapter's lora_B, which is not given")
+    expected = [cols, up.s.shape[1]]
+    if len(rows) != len(ranks) or min(*rows, *ranks, 0) < 0 or [sum(rows), sum(ranks)] != expected:
+        raise ValueError(
+            f"rows and ranks must be as many, none negative, and sum to lora_B's {expected}, found {rows} and {ranks}"
+        )
 
 
 def check_up(up: Up | None, rows: int, cols: int) -> None:
@@ -134,6 +159,7 @@ def why_not_csrc_kernel(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
     if x.scale_inv is None or weight.scale_inv is None:
@@ -166,6 +192,7 @@ def why_not_triton_kernel(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> str | None:
     """None if Triton's kernel takes these operands; otherwise the reason why not."""
     if x.scale_inv is None or weight.scale_inv is None:
@@ -248,10 +275,11 @@ def by_csrc(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
     y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
-    launch_csrc(y, x, weight, bias, up, split, residual)
+    launch_csrc(y, x, weight, bias, up, split, residual, side)
     return y
 
 
@@ -263,6 +291,7 @@ def launch_csrc(
     up: Up | None,
     split: bool,
     residual: Tensor | None,
+    side: SideBySide | None = None,
 ) -> None:
     """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands. A weight_scale_inv of blocks is 2-D."""
     assert weight.scale_inv is not None
@@ -284,11 +313,18 @@ def launch_csrc(
         x,
         weight,
         factors,
-        ProductSizes(rows, cols, depth, rank, segment_rows),
+        ProductSizes(rows, cols, depth, rank, segment_rows, _blocks(side)),
         (*dtypes, by_column),
         Tiles(split, *tile, multiprocessors),
         where(y),
     )
+
+
+def _blocks(side: SideBySide | None) -> list[tuple[int, int]]:
+    """(N_i, R_i) as csrc takes them; none of more projections than it takes."""
+    if side is None or len(side.rows) > MAX_BLOCKS:
+        return []
+    return [*zip(side.rows, side.ranks, strict=True)]
 
 
 def padded_factors(up: Up | None, dtype: torch.dtype) -> Up | None:
@@ -317,6 +353,7 @@ def by_triton(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """One kernel of Triton, for ranks up to `tune.MAX_RANK`, with fast accumulation."""
     from lorakernels.kernels.triton.fp8_linear_lora import launch
@@ -341,6 +378,7 @@ def by_cublaslt(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """`torch._scaled_mm`, then one PyTorch kernel for each other term."""
     assert x.scale_inv is not None and weight.scale_inv is not None
@@ -366,6 +404,7 @@ def by_dequantized(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel for each other term."""
     y = dequantized_linear(x, weight, out_dtype)
@@ -380,6 +419,7 @@ def by_torch(
     out_dtype: torch.dtype,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> Tensor:
     """A product in fp32, or in x's dtype for a plain base, then one PyTorch kernel for each other term."""
     if x.scale_inv is None or weight.scale_inv is None:
@@ -434,7 +474,8 @@ fp8_linear_lora = define(
         chosen,
     ),
     "(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s, Tensor? lora_B,"
-    " float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None) -> Tensor",
+    " float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None, SymInt[]? rows=None,"
+    " SymInt[]? ranks=None) -> Tensor",
 )
 
 
@@ -446,11 +487,12 @@ def fp8_linear_lora_into(
     up: Up | None,
     split: bool = False,
     residual: Tensor | None = None,
+    side: SideBySide | None = None,
 ) -> None:
     """`fp8_linear_lora` into y [M, N], which is contiguous. What csrc does not compute is copied there."""
-    arguments = (x, weight, bias, up, y.dtype, split, residual)
+    arguments = (x, weight, bias, up, y.dtype, split, residual, side)
     if not y.is_cuda or why_not_csrc_kernel(*arguments) or why_not_aligned(x=y):
         y.copy_(fp8_linear_lora(*arguments))
         return
     check(*arguments)
-    launch_csrc(y, x, weight, bias, up, split, residual)
+    launch_csrc(y, x, weight, bias, up, split, residual, side)

@@ -2,10 +2,11 @@
 """dA = dsᵀ D(x): the gradient of the adapter's first half.
 
 ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
-of e4m3, 2MK of a plain x. It draws the mask on the way, or reads MK / 8 bytes of one that was drawn before. The product
-runs on the tensor cores in ds's dtype, in which e4m3 is exact. Its fp32 sums have an order that depends on the shape
-alone. They are multiplied by scale_inv and the dropout factor, and then rounded once. With a scale for each 1 × 128 of
-x, [⌈K/128⌉, M], its elements are multiplied by theirs in fp32 and rounded to ds's dtype before the product.
+of e4m3, 2MK of a plain x. Each 64 ranks beyond the first read it again. The kernel draws the mask on the way, or reads
+MK / 8 bytes of one that was drawn before. The product runs on the tensor cores in ds's dtype, in which e4m3 is exact.
+Its fp32 sums have an order that depends on the shape alone. They are multiplied by scale_inv and the dropout factor,
+and then rounded once. With a scale for each 1 × 128 of x, [⌈K/128⌉, M], its elements are multiplied by theirs in fp32
+and rounded to ds's dtype before the product.
 
 PyTorch's kernels first write D(x) in ds's dtype and then read it: another 4MK bytes. They sum fp16 in fp32, because the
 sum before scale_inv could pass 65504, where fp16 ends.
@@ -32,7 +33,7 @@ from lorakernels.values import Dropout, Scaled
 
 MULTIPLE = {True: 16, False: 8}  # of K, for csrc, by whether x is FP8
 COLUMN_MULTIPLE = 8  # of col0, for csrc
-MAX_RANK = 128  # for csrc
+MAX_RANK = 256  # for csrc
 GROUP = 8  # numbers of ds that csrc copies together
 
 

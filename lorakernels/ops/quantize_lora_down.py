@@ -2,9 +2,10 @@
 """x8 = sat(x · scale), s = D(x) Aᵀ: a linear layer's input, quantized and multiplied by the adapter's first half.
 
 x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes.
-It draws the mask on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that
-depends on shape and GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x
-once for its amax, once to quantize it and once or twice for s.
+Each 128 ranks beyond the first read x again on other GPUs than Hopper's, or where K % 16 = 8. The kernel draws the mask
+on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that depends on shape and
+GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax, once to quantize
+it and once or twice for s.
 
 A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """
@@ -26,7 +27,7 @@ from lorakernels.ops.register import Implementation, Op, define, empty, fake_qua
 from lorakernels.values import Dropout, Scaling
 
 MULTIPLE = 8  # of K, for csrc
-MAX_RANK = 128  # for csrc
+MAX_RANK = 256  # for csrc
 Results = tuple[Tensor, Tensor, Tensor]
 
 

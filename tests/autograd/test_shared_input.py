@@ -306,9 +306,9 @@ def test_saved_for_backward_with_frozen_adapters(mode):
     assert saved_bytes(members, torch.randn(64, 256, requires_grad=True), group)[0] == slots
 
 
-@pytest.mark.parametrize("ranks", [(64, 60, 4), (64, 60, 5)], ids=["128", "129"])
+@pytest.mark.parametrize("ranks", [(128, 124, 4), (128, 124, 5)], ids=["256", "257"])
 def test_one_down_projection_serves_all_while_their_ranks_fit(ranks):
-    """`quantize_lora_down` takes 128 = MAX_RANK. Beyond, each adapter has its own, and the first quantizes x."""
+    """`quantize_lora_down` takes 256 = MAX_RANK. Beyond, each adapter has its own, and the first quantizes x."""
     members = make(sizes=dict(zip("qkv", zip((48, 16, 16), ranks, strict=True), strict=True)))
     group = LoRALinearGroup(members)
     found = []
@@ -320,7 +320,7 @@ def test_one_down_projection_serves_all_while_their_ranks_fit(ranks):
     with mock.patch.object(ops, "quantize_lora_down", down):
         group(torch.randn(6, 32))
     apart = [(rank, i == 0) for i, rank in enumerate(ranks)]
-    assert found == ([(128, True)] if sum(ranks) == 128 else apart)
+    assert found == ([(256, True)] if sum(ranks) == 256 else apart)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)

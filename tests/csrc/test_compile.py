@@ -23,7 +23,7 @@ REGISTERS = {
     "amax_if_unset_kernel": 64,
     "quantize_lora_down_kernel": 255,  # one block of 256 threads from rank 33 on
     "quantize_lora_down_boxes_kernel": 128,  # two blocks of 256 threads
-    "quantize_lora_down_panels_kernel": 168,  # two blocks of 256 threads, or one of 384
+    "quantize_lora_down_panels_kernel": 168,  # two blocks of 256 threads, or one of 384; HIGHEST_RANK_REGISTERS
     "arrange_A_kernel": 64,
     "finish_kernel": 64,
     "longest_document_kernel": 64,
@@ -42,8 +42,11 @@ REGISTERS = {
     "bias_grad_kernel": 64,
 }
 DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
+HIGHEST_RANK_REGISTERS = (
+    255  # quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
+)
 SPILLED_BYTES = {  # of a thread; all branches
-    "fp8_gemm_kernel": 48,
+    "fp8_gemm_kernel": 64,
     "fp8_block_gemm_kernel": 48,
     "lora_grad_a_kernel": 8,
 }
@@ -87,6 +90,8 @@ def bound_of(kernel: str, entry: str) -> int:
     true = "Lb1EEEv" in entry.partition("'")[0]
     if true and kernel == "quantize_grad_kernel":
         return DRAWING_REGISTERS
+    if kernel == "quantize_lora_down_panels_kernel" and "Li256E" in entry:
+        return HIGHEST_RANK_REGISTERS
     return 64 if true and kernel.startswith("bias_dropout_add") else REGISTERS[kernel]
 
 
@@ -154,6 +159,11 @@ def test_a_block_with_more_threads_has_a_bound_of_its_own() -> None:
     names = [f"_ZN20quantize_grad_kernelI6__halfLi64ELi4ELb{i}EEEv14CUtensorMap" for i in (0, 1)]
     bounds = [bound_of("quantize_grad_kernel", f"{name}' for 'sm_90a'") for name in names]
     assert bounds == [255, 168]
+    names = [
+        f"_ZN32quantize_lora_down_panels_kernelI6__halfLi{r}ELb1EEEv14CUtensorMap"
+        for r in (192, 256)
+    ]
+    assert [bound_of("quantize_lora_down_panels_kernel", name) for name in names] == [168, 255]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda p: p.name)

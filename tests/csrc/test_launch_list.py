@@ -30,6 +30,7 @@ GEMM = {
     "tile_cols": 128,
     "multiprocessors": 132,
     "segment_rows": 0,
+    "blocks": [],
 }
 SEGMENTS = {"rows": 256, "segment_rows": 128, "splits": False}
 GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
@@ -57,6 +58,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
     "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),
     "fp8_linear_lora": ("fp8_linear_lora", LINEAR | {"by_column": True}),
+    "fp8_linear_lora_of_blocks": (
+        "fp8_linear_lora",
+        LINEAR | {"by_column": True, "blocks": [(200, 8), (56, 0)]},
+    ),
     "fp8_linear_lora_of_segments": ("fp8_linear_lora", LINEAR | SEGMENTS | {"by_column": True}),
     "fp8_grad_input_of_segments": ("fp8_grad_input", GRAD_INPUT | SEGMENTS | {"weight_t": None}),
     "grouped_grad_input": (

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, unfuse
+from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, ops, unfuse
 from lorakernels.modules.frozen import quantize_weight
 from tests.fusion.fused_models import (
+    ATTENTION,
+    FP32,
     LINEARS,
     adapted,
     difference,
@@ -181,3 +184,28 @@ def test_weights_that_lie_one_behind_the_other_are_joined_where_they_are(apart: 
     assert weights[0].data_ptr() == joined.weight.data_ptr()
     assert (joined.weight.data_ptr() == block.data_ptr()) == (apart == 0)
     assert torch.equal(joined.weight, expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(64, [192]), (86, [86] * 3)], ids=["192", "258"])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_one_mask_is_one_projection_down_while_the_ranks_fit(
+    rank: int, ranks: list[int], p: float
+) -> None:
+    """`quantize_lora_down` takes a ΣR of 256. Beyond, each of q, k and v reads x, under the same mask."""
+    model = adapted(targets=ATTENTION[:3], r=rank, lora_dropout=p)
+    unfused = copy.deepcopy(model)
+    for module in unfused.modules():
+        if isinstance(module, LoRALinear):
+            module.lora_dropout = 0.0
+    truth, found = run(exact(unfused), x := tokens()), []
+    fuse(model)
+
+    def down(x, lora_A, *others, _op=ops.quantize_lora_down):
+        found.append(lora_A.shape[0])
+        return _op(x, lora_A, *others)
+
+    with mock.patch.object(ops, "quantize_lora_down", down):
+        ours = run(model, x)
+    assert found == 2 * ranks, "of two layers"
+    if p == 0:
+        assert max(difference(ours[name], value) for name, value in truth.items()) <= FP32

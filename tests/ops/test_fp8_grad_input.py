@@ -61,7 +61,7 @@ def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, i
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("handed", [False, True], ids=["drawn", "handed over"])
-@pytest.mark.parametrize("rank", [16, 17, 70], ids="r{}".format)
+@pytest.mark.parametrize("rank", [16, 17, 70, 192], ids="r{}".format)
 @pytest.mark.parametrize("origin", [(0, 0), (1001, 4104)], ids=["whole", "shard"])
 @pytest.mark.parametrize(
     ("tile", "split"),
@@ -111,6 +111,25 @@ def test_a_mask_handed_over_is_as_good_as_one_drawn(
     drawn = run(call)
     assert torch.equal(drawn, run(given(call, bits)))
     assert not torch.equal(drawn, run(given(call, torch.zeros_like(bits)))), "it is read"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [*tune.CSRC_TILES["turned"]], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_ranks_of_zeros_change_no_bit(
+    tile: tuple[int, int], p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 ranks are multiplied piece by piece of a tile; more of them, all pieces at once."""
+    monkeypatch.setattr(tune, "csrc_turns", lambda *_: True)
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
+    call = arguments(1000, 1040, 272, 64, p=p)
+    dy, fp8, weight, ds, lora_A, *others = call
+    expected = run(call)
+    for rank in (128, 192):
+        wide_ds, wide_A = ds.new_zeros(len(ds), rank), lora_A.new_zeros(rank, lora_A.shape[1])
+        wide_ds[:, :64], wide_A[:64] = ds, lora_A
+        wide_ds[:, 64:].normal_()
+        assert torch.equal(run((dy, fp8, weight, wide_ds, wide_A, *others)), expected)
 
 
 def test_bits_of_a_mask() -> None:

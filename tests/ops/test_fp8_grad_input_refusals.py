@@ -40,6 +40,7 @@ VALID = {
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
     **{"tile_rows": 128, "tile_cols": 128, "multiprocessors": 132, "stream": 0, "device": -1},
     "segment_rows": 0,
+    "blocks": [],
 }
 
 

@@ -23,7 +23,7 @@ from lorakernels.ops.fp8_linear_lora import (
 )
 from lorakernels.values import Scaled, Weight
 from tests.kernels.by_triton import interpret
-from tests.ops.cases.fp8_linear_lora import Linear, bound
+from tests.ops.cases.fp8_linear_lora import Linear, bound, diagonal
 from tests.ops.contract import BF16, FP16, FP32, Arguments, Call, Made
 
 HOPPER = (9, 0)
@@ -234,3 +234,20 @@ if __name__ == "__main__":
         call = arguments(case, "cpu", **more)
         found[f"{case} {name}"] = call, run(call, SMALL, 2)
     torch.save(found, sys.argv[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(128, 128), (128, 256), (192, 128)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize(
+    "blocks",
+    [((1024, 64), (1024, 64)), ((640, 64), (16, 0), (1392, 72)), ((1000, 200), (1048, 16))],
+    ids=["2 x 64", "a gap", "inside of a tile"],
+)
+def test_zeros_that_are_left_out_change_no_bit(
+    blocks: tuple[tuple[int, int], ...], tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are added to an fp32 sum of the tensor cores."""
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
+    call = diagonal(144, *blocks, split=tile == (192, 128))(Made("cuda", 700))
+    assert why_not_csrc_kernel(*call) is None
+    assert torch.equal(ops.fp8_linear_lora(*call), ops.fp8_linear_lora(*call[:-1]))

@@ -115,7 +115,7 @@ def test_shards_draw_one_mask(fp8):
 
 
 @gpu
-@pytest.mark.parametrize("rank", [16, 40, 128])
+@pytest.mark.parametrize("rank", [16, 40, 128, 192])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
 def test_what_is_not_finite_stays_in_its_row_and_column(value, rank):
     ds, x, slot = inputs(70, 96, rank)
@@ -145,7 +145,7 @@ def sweep(count):
     for i in range(count):
         m = draw.choice([draw.randrange(1, 70), draw.randrange(1, 3000)])
         k = 16 * draw.choice([draw.randrange(1, 20), draw.randrange(1, 150)])
-        r = draw.choice([draw.randrange(1, 129), 8, 16, 64])
+        r = draw.choice([draw.randrange(1, 257), 8, 16, 64])
         case = (
             draw.choice([BF16, FP16]),
             draw.random() < 0.6,
@@ -218,8 +218,8 @@ CALL = {
         ({"rows": -1}, "rows must not be negative, got -1"),
         ({"cols": 12}, "cols must be a multiple of 8"),
         ({"cols": 24}, "cols must be a multiple of 16 with scale_inv, got 24"),
-        ({"rank": 0}, "rank 1 to 128"),
-        ({"rank": 129}, "rank 129"),
+        ({"rank": 0}, "rank 1 to 256"),
+        ({"rank": 257}, "rank 257"),
         ({"rows": 2**31}, "got rows 2147483648"),
         ({"ds_pitch": 12}, "ds_pitch must be a multiple of 8, got 12"),
         ({"x": 24}, "16-byte aligned"),

@@ -160,7 +160,7 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[kSums], const uint32_t (&a)
 // K.
 template <typename T, int kSums>
 __device__ __forceinline__ void wgmma_along_k(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b) {
-  static_assert(kSums == 16 || kSums == 32 || kSums == 64);
+  static_assert(kSums == 16 || kSums == 32 || kSums == 64 || kSums == 96 || kSums == 128);
   constexpr bool kBf16 = std::is_same_v<T, __nv_bfloat16>;
   if constexpr (kSums == 16 && kBf16) {
     LK_WGMMA_OF_REGISTERS(32, 16, "bf16", "%16, %17, %18, %19", "%20");
@@ -170,10 +170,18 @@ __device__ __forceinline__ void wgmma_along_k(float (&d)[kSums], const uint32_t 
     LK_WGMMA_OF_REGISTERS(64, 32, "bf16", "%32, %33, %34, %35", "%36");
   } else if constexpr (kSums == 32) {
     LK_WGMMA_OF_REGISTERS(64, 32, "f16", "%32, %33, %34, %35", "%36");
-  } else if constexpr (kBf16) {
+  } else if constexpr (kSums == 64 && kBf16) {
     LK_WGMMA_OF_REGISTERS(128, 64, "bf16", "%64, %65, %66, %67", "%68");
-  } else {
+  } else if constexpr (kSums == 64) {
     LK_WGMMA_OF_REGISTERS(128, 64, "f16", "%64, %65, %66, %67", "%68");
+  } else if constexpr (kSums == 96 && kBf16) {
+    LK_WGMMA_OF_REGISTERS(192, 96, "bf16", "%96, %97, %98, %99", "%100");
+  } else if constexpr (kSums == 96) {
+    LK_WGMMA_OF_REGISTERS(192, 96, "f16", "%96, %97, %98, %99", "%100");
+  } else if constexpr (kBf16) {
+    LK_WGMMA_OF_REGISTERS(256, 128, "bf16", "%128, %129, %130, %131", "%132");
+  } else {
+    LK_WGMMA_OF_REGISTERS(256, 128, "f16", "%128, %129, %130, %131", "%132");
   }
 }
 

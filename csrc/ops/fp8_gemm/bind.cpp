@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "host/launch_list.h"
 #include "ops/fp8_gemm/params.h"
@@ -18,11 +21,12 @@ using Limits = Fp8GemmLimits;
 
 struct ProductSizes {
   int64_t rows, cols, depth, rank;
-  int64_t segment_rows;  // 0, or how many rows have an adapter of their own
+  int64_t segment_rows;                             // 0, or how many rows have an adapter of their own
+  std::vector<std::pair<int64_t, int64_t>> blocks;  // columns and ranks of the blocks on B's diagonal; or none
 
   static constexpr auto members() {
     return in_order(&ProductSizes::rows, &ProductSizes::cols, &ProductSizes::depth, &ProductSizes::rank,
-                    &ProductSizes::segment_rows);
+                    &ProductSizes::segment_rows, &ProductSizes::blocks);
   }
 };
 
@@ -171,6 +175,33 @@ void put_segments(const std::string& op, Fp8GemmParams& params, int64_t segment_
   params.segment_rows = segment_rows, params.groups = params.rows / segment_rows;
 }
 
+void put_blocks(const std::string& op, Fp8GemmParams& params, const ProductSizes& sizes) {
+  constexpr int kMost = Fp8GemmBlocks::kMost;
+  if (sizes.blocks.empty()) return;
+  if (sizes.blocks.size() > kMost || params.groups > 0) {
+    refuse(op, "B has at most " + std::to_string(kMost) + " blocks on its diagonal, and one without segments; got " +
+                   std::to_string(sizes.blocks.size()));
+  }
+  int64_t cols = 0, rank = 0;
+  params.blocks.count = static_cast<int>(sizes.blocks.size());
+  for (int i = 0; i < kMost; ++i) {
+    if (i < params.blocks.count) {
+      const auto [width, own_rank] = sizes.blocks[i];
+      if (width < 0 || own_rank < 0 || width > sizes.cols - cols || own_rank > sizes.rank - rank) {
+        refuse(op, "the blocks on B's diagonal must have " + std::to_string(sizes.cols) + " columns and " +
+                       std::to_string(sizes.rank) + " ranks together, none negative");
+      }
+      cols += width, rank += own_rank;
+    }
+    params.blocks.col_end[i] = static_cast<int>(cols), params.blocks.rank_end[i] = static_cast<int>(rank);
+  }
+  if (cols != sizes.cols || rank != sizes.rank) {
+    refuse(op, "the blocks on B's diagonal must have " + std::to_string(sizes.cols) + " columns and " +
+                   std::to_string(sizes.rank) + " ranks together; got " + std::to_string(cols) + " and " +
+                   std::to_string(rank));
+  }
+}
+
 Fp8GemmParams linear_params(const LinearOut& out, const Scaled& x, const Weight& weight, const std::optional<Up>& up,
                             const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles) {
   Fp8GemmParams params = gemm_params(x, weight.data, weight.scale_inv, sizes, tiles);
@@ -188,6 +219,7 @@ void fp8_linear_lora(const LinearOut& out, const Scaled& x, const Weight& weight
                      const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
   Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
   put_segments("fp8_linear_lora", params, sizes.segment_rows);
+  put_blocks("fp8_linear_lora", params, sizes);
   check("fp8_linear_lora", params);
   const auto launch = params.groups > 0 ? launch_grouped_linear_lora : launch_fp8_linear_lora;
   submit("fp8_linear_lora", params, launch, where.stream, where.device);
@@ -197,6 +229,7 @@ void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weigh
                       const ProductSizes& sizes, const LinearTypes& types, const Tiles& tiles, const Where& where) {
   Fp8GemmParams params = linear_params(out, x, weight, up, sizes, types, tiles);
   params.in_blocks = true;
+  put_blocks("fp8_block_linear", params, sizes);
   check("fp8_block_linear", params);
   submit("fp8_block_linear", params, &launch_fp8_block_linear, where.stream, where.device);
 }

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "device/dropout.h"
+#include "device/platform.h"
 #include "host/float_type.h"
 
 namespace lorakernels {
@@ -23,6 +24,27 @@ struct Fp8GemmLimits {
   static constexpr int64_t kUntransposedColsMultiple = 16;
   static constexpr int64_t kDepthMultiple = 16;
   static constexpr int64_t kGroupRows = 128;  // at whose multiples a group of rows begins
+};
+
+// Where v of fp8_linear_lora is not zero, if it has the matrices of several projections on its diagonal. Without any,
+// it may be anywhere.
+struct Fp8GemmBlocks {
+  static constexpr int kMost = 4;
+
+  int count;
+  int col_end[kMost], rank_end[kMost];  // behind the columns and the ranks of each; entries from `count` on: the last
+
+  LORAKERNELS_HD int of(int64_t col) const {
+    int i = 0;
+    for (int each = 0; each < kMost - 1; ++each) i += col >= col_end[each];
+    return i;
+  }
+  // The ranks of `cols` columns from `col` on: the first, and the one behind the last.
+  LORAKERNELS_HD int first_rank(int64_t col) const {
+    const int i = of(col);
+    return i == 0 ? 0 : rank_end[i - 1];
+  }
+  LORAKERNELS_HD int last_rank(int64_t col, int cols) const { return rank_end[of(col + cols - 1)]; }
 };
 
 struct Fp8GemmParams {
@@ -42,6 +64,7 @@ struct Fp8GemmParams {
   int64_t depth;                 // a positive multiple of 16, below 2^31 - 256
   int64_t rank;                  // 0: no adapter
   int64_t u_stride;              // elements, a multiple of 8, at least rank; columns from rank on are zeros
+  Fp8GemmBlocks blocks;          // of v; fp8_linear_lora without groups only. Where v is zero, u is not read
   float factor;                  // of the adapter's product
   DropoutParams dropout;         // fp8_grad_input only; first_col a multiple of 8
   const uint32_t* dropped;       // [rows, dropped_words(cols)], the mask; null: draw it

@@ -164,17 +164,19 @@ struct Helper {
       const int row0 = tiles.row(), col0 = tiles.col(), group = tiles.group(params);
       if (Tile::kGrouped && group < 0) continue;
       const void* v = v_of(group);
+      extras.begin(params, col0);
       for (int time = 0; time < extras.times; ++time) {
         for (int step = 0; step < extras.steps; ++step, extras.advance()) {
           wait_for(extras.empty, extras.round ^ 1);
-          fetch_rows(base + Tile::kOffsetU, params.u, false, Tile::kRows, row0, params.rows, step * kRankStep);
+          const int rank0 = (extras.first + step) * kRankStep;
+          fetch_rows(base + Tile::kOffsetU, params.u, false, Tile::kRows, row0, params.rows, rank0);
           if constexpr (Tile::kLinear) {
-            fetch_rows(base + Tile::kOffsetV, v, params.v_dtype == FloatType::kFloat32, Tile::kCols, col0, params.cols,
-                       step * kRankStep);
+            const int count = Tile::kCols / extras.times, at = time * count;  // the piece of the tile that comes next
+            fetch_rows(base + Tile::kOffsetV + at * (kRankStep * 2), v, params.v_dtype == FloatType::kFloat32, count,
+                       col0 + at, params.cols, rank0);
             if (time + step == 0) fetch_scales(col0, weight_of(params, group));
           } else {
-            Tile::kUntransposed ? fetch_permuted_columns(v, col0, step * kRankStep)
-                                : fetch_columns(v, col0, step * kRankStep);
+            Tile::kUntransposed ? fetch_permuted_columns(v, col0, rank0) : fetch_columns(v, col0, rank0);
             if (params.dropout.threshold > 0 && time + step == 0) {
               params.dropped == nullptr ? draw_mask(row0, col0) : fetch_mask(row0, col0);
             }

@@ -348,6 +348,7 @@ struct Consumer {
       if (tiles.group(params) < 0) continue;
       const int row = tiles.row() + group * kBlockRows + warp() % 4 * kBoxRows, col0 = tiles.col();
       const auto col = [&](int block) { return col0 + Tile::block_col(block); };
+      extras.begin(params, col0);
       if (adds) request_residual(residual, row, col(0));
       if constexpr (Tile::kPairs) {
         sum_scaled_block_pairs(ring, row + lane / 4, col0);

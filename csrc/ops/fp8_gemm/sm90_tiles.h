@@ -108,6 +108,7 @@ __device__ int count_steps(const Fp8GemmParams& params) {
 template <typename Tile, int kRankStep>
 struct Extras {
   uint32_t full, empty;
+  int fills, first = 0;  // first: the step that a tile begins with
   int steps, times;
   bool any;
   int round = 0;
@@ -115,9 +116,17 @@ struct Extras {
   __device__ Extras(uint32_t barriers, const Fp8GemmParams& params, int fills)
       : full(barriers),
         empty(barriers + 8),
+        fills(fills),
         steps(max(1, static_cast<int>((params.rank + kRankStep - 1) / kRankStep))),
         times(steps > 1 ? fills : 1),
         any(Tile::kLinear || params.rank > 0) {}
+  // The steps of a tile whose columns begin at `col`: those in which v is not zero.
+  __device__ void begin(const Fp8GemmParams& params, int col) {
+    if (!Tile::kLinear || params.blocks.count == 0) return;
+    first = params.blocks.first_rank(col) / kRankStep;
+    steps = max(1, (params.blocks.last_rank(col, Tile::kCols) + kRankStep - 1) / kRankStep - first);
+    times = steps > 1 ? fills : 1;
+  }
   __device__ void advance() { round ^= 1; }
 };
 

@@ -20,7 +20,10 @@ struct UntransposedConsumer {
   using Ring = TileRing<Tile::kStages, Tile::kStageBytes>;
   static constexpr int kSums = kBlockRows * Tile::kRows / 128;
   static constexpr int kPieceRows = 64, kPieces = Tile::kRows / kPieceRows, kPieceSums = kSums / kPieces;
-  static constexpr int kFills = kPieces;  // of the buffer of u and v, where the rank takes several steps
+  // Whether (ds A)ᵀ of all pieces is multiplied at once where the rank takes several steps. The buffer of u and v is
+  // then filled once for each step, else once for each step of each piece.
+  static constexpr bool kAtOnce = kSplits && kSums <= 96 && kRankStep > 16 && !Tile::kScaledBlocks;
+  static constexpr int kFills = kAtOnce ? 1 : kPieces;
   static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
   // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
   // many, since half of them are multiplied meanwhile.
@@ -204,8 +207,41 @@ struct UntransposedConsumer {
     }
   }
 
+  // sum = scale · sum + factor · keep ⊙ (ds A)ᵀ, of all pieces.
+  __device__ void add_factors(Extras<Tile, kRankStep>& extras, float scale) {
+    float part[kPieces][kPieceSums];
+#pragma unroll
+    for (auto& each : part) clear(each);
+    const uint64_t v = Rows::descriptor(base + Tile::kOffsetV + group * (kRankStep * 128));
+    const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU);
+#pragma unroll 1
+    for (int step = 0; step < extras.steps; ++step) {
+      wait_for(extras.full, extras.round);
+      wgmma_fence();
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+#pragma unroll
+        for (int i = 0; i < kRankStep / 16; ++i) {
+          wgmma<T, 1, 0>(part[piece], moved(v, i * (16 * 128)), moved(u, piece * (kPieceRows * kRankStep * 2) + i * 32),
+                         step > 0 || i > 0);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait();
+#pragma unroll
+      for (auto& each : part) settle(each);
+      if (step + 1 < extras.steps) arrive(extras.empty), extras.advance();
+    }
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      add_masked(part[piece], scale, piece);
+#pragma unroll
+      for (int i = 0; i < kPieceSums; ++i) sum[piece * kPieceSums + i] = part[piece][i];
+    }
+  }
+
   // result = scale · sum + factor · keep ⊙ result.
-  __device__ void add_masked(float scale, int piece) {
+  __device__ void add_masked(float (&result)[kPieceSums], float scale, int piece) const {
     const int pair = lane / 4, first = group * kBlockRows + warp() * 16;
     const int row = piece * kPieceRows + lane % 4 * 2;
     const uint32_t from = base + Tile::kOffsetMask + first / 32 * 4 + row * Tile::kMaskBytes;
@@ -260,14 +296,19 @@ struct UntransposedConsumer {
       const int own = weight_of(params, of);
       if (Tile::kGrouped) scale = params.left_scale_inv[own] * params.right_scale_inv[own];
       sum_up(ring, tiles.row(), tiles.col());
+      const bool at_once = kAtOnce && extras.steps > 1;
+      if constexpr (kAtOnce) {
+        if (at_once) add_factors(extras, scale);
+      }
+      const float rest = at_once ? 1.0f : scale;  // what a sum is multiplied by without a product of factors
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
-        if (params.rank > 0) {
+        if (params.rank > 0 && !at_once) {
           multiply_factors(extras, piece);
-          add_masked(scale, piece);
+          add_masked(result, scale, piece);
         } else {
 #pragma unroll
-          for (int i = 0; i < kPieceSums; ++i) result[i] = sum[piece * kPieceSums + i] * scale;
+          for (int i = 0; i < kPieceSums; ++i) result[i] = sum[piece * kPieceSums + i] * rest;
         }
         store(out, tiles.row() + piece * kPieceRows, tiles.col() + group * kBlockRows);
       }

@@ -16,7 +16,7 @@
 namespace lorakernels {
 
 struct LoraGradALimits {
-  static constexpr int64_t kRank = 128;
+  static constexpr int64_t kRank = 256;
   static constexpr int64_t kColsMultiple = 8;  // also of first_col
   static constexpr int64_t kFp8ColsMultiple = 16;
 };
@@ -29,7 +29,7 @@ struct LoraGradAParams {
   const float* scale_inv;  // [1], or in_blocks [⌈cols / 128⌉, rows]: x is e4m3 bytes; null: x has ds's dtype
   int64_t rows;            // elements, below 2^31 - 2^16
   int64_t cols;            // elements, a multiple of 8, of 16 with scale_inv; below 2^31
-  int64_t rank;            // 1 to 128
+  int64_t rank;            // 1 to 256
   int64_t ds_pitch;        // a multiple of 8; a row's columns from rank on are zeros
   FloatType dtype;         // of ds: kBFloat16 or kFloat16
   FloatType out_dtype;
@@ -46,7 +46,7 @@ void each_address(LoraGradAParams& params, const Visit& visit) {
 }
 
 // A block takes a strip of columns in a slice of the rows. Its kColWarps × kRowWarps warps share the strip's columns,
-// and take the slice's rows in turns, 8 or 16 at a time. Ranks above 64 are two parts, each of which reads x.
+// and take the slice's rows in turns, 8 or 16 at a time. Ranks above 64 are parts of 64, each of which reads x.
 struct LoraGradAGrid {
   static constexpr int kThreads = 256;
   static constexpr int kColWarps = 2;

@@ -59,6 +59,7 @@ void quantize_lora_down(const Out& out, Address x, Address lora_A, const Scale& 
                                       sizes.rows,
                                       sizes.cols,
                                       sizes.rank,
+                                      sizes.rank,
                                       type,
                                       float_type("a_dtype", a_dtype),
                                       draw};

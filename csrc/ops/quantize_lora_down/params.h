@@ -16,7 +16,7 @@
 namespace lorakernels {
 
 struct QuantizeLoraDownLimits {
-  static constexpr int64_t kRank = 128;
+  static constexpr int64_t kRank = 256;
   static constexpr int64_t kColsMultiple = 8;  // also of first_col
 };
 
@@ -24,14 +24,15 @@ struct QuantizeLoraDownParams {
   uint8_t* x8;         // [rows, cols] e4m3, or null: x is not quantized
   float* scale_inv;    // [1] 1 / scale, with x8
   float* amax;         // raised to max |x|, with NaN above inf; or null
-  void* s;             // [rows, rank] of dtype; null with rank 0
+  void* s;             // [rows, rank] of dtype, rows s_pitch elements apart; null with rank 0
   float* workspace;    // 16-byte aligned, as large as QuantizeLoraDownPlan says
   const void* x;       // [rows, cols], row-major without gaps, 16-byte aligned
   const void* lora_A;  // [rank, cols] of a_dtype, 16-byte aligned; null with rank 0
   const float* kept;   // the state's scale, taken if it is > 0; null in eval
   int64_t rows;        // elements, below 2^31
   int64_t cols;        // elements, a multiple of 8, above 0, below 2^24
-  int64_t rank;        // 0 to 128
+  int64_t rank;        // 0 to 256
+  int64_t s_pitch;     // elements
   FloatType dtype;     // kBFloat16 or kFloat16
   FloatType a_dtype;   // dtype, or kFloat32
   DropoutParams dropout;
@@ -49,21 +50,24 @@ void each_address(QuantizeLoraDownParams& params, const Visit& visit) {
 //   kWarps   A block keeps its slice of A in shared memory. Each warp walks along 16 rows of the slice.
 //   kBoxes   TMA copies 16 rows of a slice. The block's warps stand side by side, with their columns of A in registers.
 //   kPanels  TMA copies x and A for wgmma. The block's warpgroups stand one below the other, with 64 rows each.
-// kBoxes and kPanels need cols to be a multiple of 16.
+// kBoxes and kPanels need cols to be a multiple of 16. kWarps takes kWarpsRank ranks at a time, and reads x for each of
+// these passes.
 struct QuantizeLoraDownPlan {
   enum class Form { kWarps, kBoxes, kPanels };
-  static constexpr int64_t kWarpsOfBlock = 8, kStepColumns = 64, kBoxRows = 16;
+  static constexpr int64_t kWarpsOfBlock = 8, kStepColumns = 64, kBoxRows = 16, kWarpsRank = 128;
 
   Form form;
-  int64_t rank_columns, slice, slices, row_blocks;
-  int64_t offset_sums, offset_A, floats;  // workspace: blocks' amaxes, sums [slices, rows, rank_columns], A
+  int64_t rank_columns, slice, slices, row_blocks;  // rank_columns: of a pass over x, 0, 16, 32 or a multiple of 64
+  int64_t offset_sums, offset_A, floats;            // workspace: blocks' amaxes, sums [slices, rows, rank_columns], A
 
   // capability: 10 major + minor; has_wgmma: the build has code for sm_90a
   QuantizeLoraDownPlan(int64_t rows, int64_t cols, int64_t rank, int capability, int64_t multiprocessors,
                        bool has_wgmma) {
     rank_columns = rank == 0 ? 0 : 16;
-    while (rank_columns < rank) rank_columns *= 2;
+    while (rank_columns < rank && rank_columns < 128) rank_columns *= 2;
+    if (rank_columns < rank) rank_columns = (rank + 63) / 64 * 64;
     form = form_for(rows, cols, capability, has_wgmma);
+    if (form == Form::kWarps) rank_columns = std::min(rank_columns, kWarpsRank);
     if (form == Form::kWarps) plan_warps(rows, cols, multiprocessors);
     if (form == Form::kBoxes) plan_boxes(rows, cols, multiprocessors);
     if (form == Form::kPanels) plan_panels(rows, cols, multiprocessors);
@@ -75,7 +79,9 @@ struct QuantizeLoraDownPlan {
   static LORAKERNELS_HD constexpr int64_t arranged_columns(int64_t cols) {
     return (cols + kStepColumns - 1) / kStepColumns * kStepColumns;
   }
-  static constexpr int64_t rows_of_panel(int64_t rank_columns) { return rank_columns > 64 ? 192 : 128; }
+  static constexpr int64_t rows_of_panel(int64_t rank_columns) {
+    return rank_columns == 128 || rank_columns == 192 ? 192 : 128;
+  }
   static constexpr int64_t columns_of_boxes(int64_t rank_columns) { return rank_columns > 16 ? 512 : 1024; }
 
  private:

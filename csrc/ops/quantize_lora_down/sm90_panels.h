@@ -23,7 +23,7 @@ struct Panel {
   static constexpr int kBlocksOfProcessor = kRank > 64 ? 1 : 2;
   static constexpr int kBytesOfX = kRows * 128;
   static constexpr int kStageBytes = kBytesOfX + kRank * 128;
-  static constexpr int kStages = kRank > 64 ? 5 : 4;
+  static constexpr int kStages = kRank == 128 ? 5 : 4;
   static constexpr int kOffsetBarriers = kStages * kStageBytes;  // first the full ones, then the empty ones
   static constexpr int kBytes = kOffsetBarriers + 2 * kStages * 8;
 };

@@ -154,17 +154,18 @@ __global__ void __launch_bounds__(kFinishThreads)
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kFinishThreads + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kFinishThreads;
   const int64_t count = params.rows * plan.rank_columns;
-  const int bits = __ffsll(plan.rank_columns) - 1;  // log2: rank_columns is a power of two
+  const bool shifts = (plan.rank_columns & (plan.rank_columns - 1)) == 0;
+  const int bits = __ffsll(plan.rank_columns) - 1;  // log2 of a power of two
   const float factor = dropout_survivor_scale(params.dropout.threshold);
   for (int64_t i = first; i < count; i += step) {
-    const int64_t row = i >> bits, r = i & (plan.rank_columns - 1);
+    const int64_t row = shifts ? i >> bits : i / plan.rank_columns, r = i - row * plan.rank_columns;
     if (r >= params.rank) continue;
     float sum = 0.0f;
 #pragma unroll 8
     for (int64_t slice = 0; slice < plan.slices; ++slice) {
       sum += __ldcg(params.workspace + plan.offset_sums + slice * count + i);
     }
-    static_cast<T*>(params.s)[row * params.rank + r] = static_cast<T>(sum * factor);
+    static_cast<T*>(params.s)[row * params.s_pitch + r] = static_cast<T>(sum * factor);
   }
 
   if (params.x8 == nullptr || (params.kept != nullptr && *params.kept > 0.0f)) return;
@@ -190,7 +191,9 @@ void launch_warps(const QuantizeLoraDownParams& params, const Plan& plan, cudaSt
 
 template <typename T, int kRankTiles, bool kDropout>
 void launch_form(const QuantizeLoraDownParams& params, const Plan& plan, cudaStream_t stream) {
-  if (plan.form == Plan::Form::kWarps) return launch_warps<T, kRankTiles, kDropout>(params, plan, stream);
+  if constexpr (8 * kRankTiles <= Plan::kWarpsRank) {
+    if (plan.form == Plan::Form::kWarps) return launch_warps<T, kRankTiles, kDropout>(params, plan, stream);
+  }
   if constexpr (kRankTiles <= 4) {
     if (plan.form == Plan::Form::kBoxes) return launch_boxes<T, kRankTiles, kDropout>(params, plan, stream);
   }
@@ -213,13 +216,31 @@ void launch_typed(const QuantizeLoraDownParams& params, const Plan& plan, cudaSt
     case 64:
       drops ? launch_form<T, 8, true>(params, plan, stream) : launch_form<T, 8, false>(params, plan, stream);
       break;
-    default:
+    case 128:
       drops ? launch_form<T, 16, true>(params, plan, stream) : launch_form<T, 16, false>(params, plan, stream);
+      break;
+    case 192:
+      drops ? launch_form<T, 24, true>(params, plan, stream) : launch_form<T, 24, false>(params, plan, stream);
+      break;
+    default:
+      drops ? launch_form<T, 32, true>(params, plan, stream) : launch_form<T, 32, false>(params, plan, stream);
   }
   const int64_t sums = (params.rows * plan.rank_columns + kFinishThreads - 1) / kFinishThreads;
   const int64_t multiprocessors = current_device().multiprocessors;
   const int64_t blocks = std::clamp<int64_t>(sums, 2 * multiprocessors, 16 * multiprocessors);
   launch_kernel(finish_kernel<T>, dim3(static_cast<unsigned>(blocks)), kFinishThreads, 0, stream, true, params, plan);
+}
+
+// The part of s, and of A, from rank `first` on, `count` ranks at most. The first pass makes x8 and amax.
+QuantizeLoraDownParams ranks_from(const QuantizeLoraDownParams& params, int64_t first, int64_t count) {
+  QuantizeLoraDownParams pass = params;
+  if (first == 0 && params.rank <= count) return pass;
+  pass.rank = std::min(params.rank - first, count);
+  const int64_t a_bytes = params.a_dtype == FloatType::kFloat32 ? 4 : 2;
+  pass.s = static_cast<uint16_t*>(params.s) + first;
+  pass.lora_A = static_cast<const uint8_t*>(params.lora_A) + first * params.cols * a_bytes;
+  if (first > 0) pass.x8 = nullptr, pass.scale_inv = nullptr, pass.amax = nullptr;
+  return pass;
 }
 
 }  // namespace
@@ -237,8 +258,12 @@ void launch_quantize_lora_down(const QuantizeLoraDownParams& params, void* strea
   const DeviceGuard guard(device);
   const Plan plan = quantize_lora_down_plan(params.rows, params.cols, params.rank, device);
   const auto on = static_cast<cudaStream_t>(stream);
-  params.dtype == FloatType::kBFloat16 ? launch_typed<__nv_bfloat16>(params, plan, on)
-                                       : launch_typed<__half>(params, plan, on);
+  for (int64_t first = 0; first == 0 || first < params.rank; first += plan.rank_columns) {
+    const QuantizeLoraDownParams pass = ranks_from(params, first, plan.rank_columns);
+    params.dtype == FloatType::kBFloat16 ? launch_typed<__nv_bfloat16>(pass, plan, on)
+                                         : launch_typed<__half>(pass, plan, on);
+    if (params.rank == 0) return;
+  }
 }
 
 }  // namespace lorakernels

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.numerics.segments import rows_times
-from lorakernels.ops import Scaled, Up, Weight
+from lorakernels.ops import Scaled, SideBySide, Up, Weight
 from lorakernels.ops.hardware import SEVERAL
 from lorakernels.ops.register import Op
 from tests.ops.contract import (
@@ -86,27 +86,28 @@ class Linear(NamedTuple):
     scaling: float = 2.0
     residual: bool = False
     adapters: int = 0
+    diagonal: tuple[tuple[int, int], ...] = ()  # (N_i, R_i) on B's diagonal: N and R together
 
     def __call__(self, m: Made) -> Arguments:
-        n, k, rank, bias, b, out, scaling, has_residual, adapters = self
+        n, k, rank, bias, b, out, scaling, has_residual, adapters, diagonal = self
         x = Scaled(m.fp8(m.rows, k), scales(m, blocks(k), m.rows))
         weight = Weight(m.fp8(n, k), scales(m, blocks(n), blocks(k)) / k**0.5)
         up = None
         if rank:
             each = (adapters,) if adapters else ()
-            up = Up(
-                (m.randn(*each, n, rank) / rank**0.5).to(b),
-                m.randn(m.rows, rank, dtype=out),
-                scaling,
-            )
+            lora_B = (m.randn(*each, n, rank) / rank**0.5).to(b)
+            if diagonal:
+                lora_B *= torch.block_diag(*(m.one.expand(block) for block in diagonal))
+            up = Up(lora_B, m.randn(m.rows, rank, dtype=out), scaling)
         given = None if bias is None else m.randn(n, dtype=bias)
         residual = m.randn(m.rows, n, dtype=out) if has_residual else None
-        return x, weight, given, up, out, residual
+        side = (SideBySide(*map(list, zip(*diagonal, strict=True))),) if diagonal else ()
+        return x, weight, given, up, out, residual, *side
 
 
 def bound(call: Call) -> Iterator[Checked]:
     """`near_block_gemm`; B is rounded to s's dtype, and every term is added in fp32."""
-    x, weight, bias, up, _, residual = call.before
+    x, weight, bias, up, _, residual, *_ = call.before
     d, w = wide_rows(x), wide_weight(weight).t()
     exact, size = d @ w, d.abs() @ w.abs()
     depth = x.data.shape[1]
@@ -130,6 +131,7 @@ CONTRACTS = (
             "blocks": Case(Linear(256, 512, 3), 8),
             "part of a block, residual": Case(Linear(144, 208, 0, bias=None, residual=True)),
             "fp16": Case(Linear(16, 48, 5, b=FP16, out=FP16)),
+            "diagonal": Case(Linear(144, 208, 8, diagonal=((16, 3), (128, 5))), 20),
             "fp32, odd sizes": Case(Linear(131, 130, 3, out=FP32), why_not="multiples of 16"),
             "several": Case(Linear(144, 208, 3, residual=True, adapters=2), 6, SEVERAL, is_traced=True),
         },
@@ -140,6 +142,10 @@ CONTRACTS = (
             "one row": Case(Linear(16, 16, 1, bias=BF16, scaling=0.5), 1),
             "ragged": Case(Linear(272, 528, 60, residual=True), 300),
             "rank 300": Case(Linear(1024, 1024, 300), 65),
+            "q, k, v": Case(Linear(10240, 272, 192, diagonal=((8192, 64), (1024, 64), (1024, 64))), 2000),
+            "diagonal, ragged": Case(
+                Linear(1328, 144, 116, diagonal=((640, 48), (16, 0), (672, 68)), residual=True), 300
+            ),
             "SmolLM2's down": Case(Linear(576, 1536, 16, bias=None), 777),
             "no adapter": Case(Linear(8208, 1040, 0, bias=FP16, out=FP16), 1000),
             "8 adapters": Case(Linear(1040, 528, 17, adapters=8), 1000, SEVERAL),
@@ -154,6 +160,11 @@ CONTRACTS = (
             "residual": None,
         },
         {
+            "a diagonal of other sizes": Refusal(
+                {"up": Up(torch.ones(5, 3), torch.ones(4, 3), 1.0), "side": SideBySide([2, 2], [1, 2])},
+                ValueError,
+                r"sum to lora_B's \[5, 3\], found \[2, 2\] and \[1, 2\]",
+            ),
             "scales of rows": Refusal(
                 {"x": Scaled(BYTES, torch.ones(4, 2))},
                 ValueError,

@@ -94,6 +94,8 @@ SHAPES = {
     "fp16, p 0.9": Case(Grad(2064, 272, 33, p=0.9, dtype=FP16), 4100),
     "5000x4096x1024": Case(Grad(4096, 1024, 16, p=0.3), 5000),
     "rank 128": Case(Grad(4096, 128, 128), 5000),
+    "rank 192": Case(Grad(4096, 128, 192), 5000),
+    "rank 300, fp16": Case(Grad(528, 272, 300, p=0.0, dtype=FP16), 700),
     "fast": Case(Grad(4096, 512, 128, split=False), 5000),
     "fast, e4m3": Case(Grad(528, 512, 16, split=False, fp8=E4M3), 300),
     "fp16 A": Case(Grad(5008, 256, 256, p=0.01, a=FP16), 3000),

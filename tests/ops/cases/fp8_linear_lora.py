@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from lorakernels import ops
 from lorakernels.numerics.segments import rows_times
-from lorakernels.ops import Scaled, Up, Weight
+from lorakernels.ops import Scaled, SideBySide, Up, Weight
 from lorakernels.ops.hardware import PLAIN
 from tests.ops.contract import (
     BF16,
@@ -42,6 +43,7 @@ class Linear(NamedTuple):
     residual: bool = False
     split: bool = False
     adapters: int = 0
+    blocks: tuple[tuple[int, int], ...] = ()  # (N_i, R_i) on B's diagonal: N and R together
 
     def __call__(self, m: Made) -> Arguments:
         n, k, rank, bias, b, out, scaling, by_row, *_ = self
@@ -51,10 +53,18 @@ class Linear(NamedTuple):
         if rank:
             each = (self.adapters,) if self.adapters else ()
             lora_B = (m.randn(*each, n, rank) / rank**0.5).to(b)
+            if self.blocks:
+                lora_B *= torch.block_diag(*(m.one.expand(block) for block in self.blocks))
             up = Up(lora_B, m.randn(m.rows, rank, dtype=out), scaling)
         given = None if bias is None else m.randn(n, dtype=bias)
         residual = m.randn(m.rows, n, dtype=out) if self.residual else None
-        return x, weight, given, up, out, self.split, residual
+        side = (SideBySide(*map(list, zip(*self.blocks, strict=True))),) if self.blocks else ()
+        return x, weight, given, up, out, self.split, residual, *side
+
+
+def diagonal(k: int, *blocks: tuple[int, int], **more: Any) -> Linear:
+    """Of several projections."""
+    return Linear(sum(n for n, _ in blocks), k, sum(r for _, r in blocks), blocks=blocks, **more)
 
 
 def plain(m: Made) -> Arguments:
@@ -63,7 +73,7 @@ def plain(m: Made) -> Arguments:
 
 def bound(call: Call) -> Iterator[Checked]:
     """`near_gemm`; B is rounded to s's dtype, and every term is added in fp32."""
-    x, weight, bias, up, _, split, residual = call.before
+    x, weight, bias, up, _, split, residual, *_ = call.before
     d, w = wide(x), wide(Weight(weight.data, weight.scale_inv)).t()
     exact, size = d @ w, d.abs() @ w.abs()
     depth = x.data.shape[1]
@@ -88,6 +98,8 @@ CONTRACTS = (
             "fp16, split": Case(Linear(16, 48, 5, b=FP16, out=FP16, split=True)),
             "several": Case(Linear(16, 32, 5, residual=True, by_row=True, adapters=2), 256),
             "few rows of several": Case(Linear(16, 32, 3, adapters=3), 6, why_not="multiple of 128 for each"),
+            "blocks": Case(diagonal(32, (16, 3), (8, 0), (24, 5)), 20),
+            "blocks, plain": Case(diagonal(24, (10, 3), (8, 2)), why_not="N = 18 and K = 24"),
             "plain": Case(plain, why_not=PLAIN),
             "odd sizes": Case(Linear(10, 24, 3), why_not="N = 10 and K = 24"),
             "fp32": Case(Linear(16, 32, 3, out=FP32), why_not="out_dtype"),
@@ -103,6 +115,21 @@ CONTRACTS = (
                 f"{j} adapters, {m} rows, r{r}": Case(Linear(n, k, r, residual=bool(r % 2), adapters=j), m)
                 for j, m, n, k, r in ((1, 128, 16, 16, 1), (3, 768, 1040, 272, 48), (8, 4096, 4096, 1024, 17))
             },
+            # one step of ranks, and several; blocks that end inside of a tile, or lack; five, which csrc does not take
+            **{
+                f"{m} rows, blocks {blocks}{' split' if split else ''}": Case(diagonal(k, *blocks, split=split), m)
+                for m, k, blocks in (
+                    (300, 144, ((640, 48), (16, 0), (400, 48), (272, 20))),
+                    (2000, 256, ((8192, 64), (1024, 64), (1024, 64))),
+                    (2100, 144, ((4136, 64), (4072, 64))),
+                    (1000, 80, ((1024, 0), (2048, 128), (1024, 200))),
+                    (130, 48, ((16, 8), (16, 8), (16, 8), (16, 8), (16, 8))),
+                )
+                for split in (False, True)
+            },
+            "blocks in fp16 with a residual": Case(
+                diagonal(160, (2048, 72), (2064, 56), b=FP16, out=FP16, residual=True, by_row=True), 1030
+            ),
             "a tiny scaling": Case(Linear(64, 96, 4, scaling=1e-30), 40),
         },
         {
@@ -115,6 +142,17 @@ CONTRACTS = (
             "residual": None,
         },
         {
+            **{
+                f"blocks {rows} and {ranks}": Refusal(
+                    {"up": Up(torch.ones(5, 3), torch.ones(4, 3), 1.0), "side": SideBySide(rows, ranks)},
+                    ValueError,
+                    re.escape(f"none negative, and sum to lora_B's [5, 3], found {rows} and {ranks}"),
+                )
+                for rows, ranks in (([2, 2], [1, 2]), ([2, 3], [1, 1]), ([5], [1, 2]), ([6, -1], [1, 2]))
+            },
+            "blocks of no adapter": Refusal(
+                {"side": SideBySide([2, 3], [1, 2])}, ValueError, "of one adapter's lora_B, which is not given"
+            ),
             "scales": Refusal(
                 {"weight": Weight(torch.ones(5, 6), torch.ones(3))},
                 ValueError,

@@ -120,6 +120,9 @@ SIZES = [
     (130, 400, 65),
     (2100, 160, 128),
     (9000, 48, 8),
+    (300, 272, 129),
+    (2100, 528, 192),
+    (1025, 144, 256),
 ]  # fmt: skip
 KINDS = [(True, BF16, 0.1), (False, FP16, 0.7), (True, FP16, 0.0), (False, BF16, 0.1)]
 SLOT = torch.tensor([1, 2])
@@ -147,7 +150,7 @@ CONTRACTS = (
             "several": Case(partial(several, 3, 32, 5, True, BF16), 48, why_not=SEVERAL, is_traced=True),
             "several, blocks": Case(partial(several, 3, 144, 5, True, BF16, blocks=True), 48, SEVERAL),
             "K % 16": Case(partial(made, 72, 4, True, 0.1, BF16, FP32), why_not="K = 72"),
-            "rank": Case(partial(made, 64, 129, True, 0.1, BF16, FP32), why_not="rank 129"),
+            "rank": Case(partial(made, 64, 257, True, 0.1, BF16, FP32), why_not="rank 257"),
             "blocks": Case(partial(made, 144, 3, True, 0.5, BF16, FP32, blocks=True)),
             "blocks, fp32 ds": Case(partial(blocks_for, torch.float32), why_not="ds is torch.float32"),
             "col0": Case(partial(made, 64, 4, True, 0.1, BF16, FP32, col0=4), why_not="col0 = 4"),

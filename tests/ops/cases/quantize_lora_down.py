@@ -109,6 +109,13 @@ SIZES = [
     (4100, 528, 64),
     (26000, 400, 100),
     (20000, 432, 20),
+    (1, 16, 129),  # by panels of 192 and of 256 ranks
+    (300, 640, 192),
+    (4100, 2064, 192),
+    (700, 1040, 193),
+    (4100, 528, 256),
+    (77, 1000, 192),  # K % 16 == 8: 128 ranks at a time
+    (300, 648, 256),
 ]  # fmt: skip
 X = torch.ones(4, 16)
 CONTRACTS = (
@@ -122,7 +129,7 @@ CONTRACTS = (
             "several": Case(partial(several, 3, 24, 5, "kept", BF16), 48, why_not=SEVERAL, is_traced=True),
             "fp32": Case(partial(made, 24, 3, 0.3, "kept", FP32), why_not="x is torch.float32"),
             "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
-            "rank": Case(partial(made, 64, 129, 0.1, "kept", BF16), why_not="rank 129"),
+            "rank": Case(partial(made, 64, 257, 0.1, "kept", BF16), why_not="rank 257"),
             "col0": Case(partial(made, 64, 4, 0.1, "kept", BF16, col0=4), why_not="col0 = 4"),
             "column by column": Case(column_by_column, why_not="x must be contiguous", is_traced=True),
             "misaligned": Case(misaligned, why_not="16-byte aligned"),
@@ -136,8 +143,8 @@ CONTRACTS = (
                 if r or not p
             },
             **{
-                f"130x256 r{r} {kind}": Case(partial(made, 256, r, 0.0, kind, BF16), 130)
-                for r in (0, 16, 64)
+                f"130x{k} r{r} {kind}": Case(partial(made, k, r, 0.0, kind, BF16), 130)
+                for k, r in ((256, 0), (256, 16), (256, 64), (256, 192), (264, 192))
                 for kind in STATES
             },
             **{
