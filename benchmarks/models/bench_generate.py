@@ -11,10 +11,11 @@ random A and B. The models are random: 1B's with all 16 layers, 8B's with 8.
     tokens/s         of all rows
     ÷ peft           a token's time over that of "hf + peft bf16" of the same kind
 
-Rows "…, one graph" have transformers' static cache, and replay a token's forward from one CUDA graph, whose capture is
-not timed. They tell what the GPU takes. Providers take turns, and a row has the median of --repetitions turns.
+Rows "…, one graph" replay a token's forward by `graphed_generation`, PEFT's too, with transformers' static cache. The
+capture is not timed. Providers take turns, and a row has the median of --repetitions turns.
 
-The fused model has to generate exactly the tokens of the one that is not fused. The logits of the prompt's last token
+The fused model has to generate exactly the tokens of the one that is not fused, and a graph those of the same cache
+without one. The logits of the prompt's last token
 must not be off from PEFT's by more than ALLOWED of their norm ("error").
 """
 
@@ -70,17 +71,18 @@ def last_logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
-def wrong(provider: str, tokens: Tensor, unfused: Tensor | None, error: float) -> str:
-    """What is wrong with a provider's results, "" if nothing."""
+def wrong(tokens: Tensor, others: dict[str, Tensor], error: float) -> str:
+    """What is wrong with a provider's results, "" if nothing: `others`' tokens, by whose they are, have to be equal."""
     if not error <= ALLOWED:
         return f"logits are off by {error:.2g} of their norm"
-    if provider == FUSED and unfused is not None and not torch.equal(tokens, unfused):
-        return f"{int((tokens != unfused).sum())} tokens differ from {UNFUSED}'s"
+    for whose, other in others.items():
+        if not torch.equal(tokens, other):
+            return f"{int((tokens != other).sum())} tokens differ from {whose}"
     return ""
 
 
 def turns_of(
-    models: dict[str, Any], ids: Tensor, new: int, repetitions: int, replays: bool
+    models: dict[str, Any], ids: Tensor, new: int, repetitions: int, graphed: bool
 ) -> dict[str, list[Generation] | str]:
     """What each provider generated, turn by turn without the first, or what it raised."""
     found: dict[str, list[Generation] | str] = {provider: [] for provider in models}
@@ -89,7 +91,7 @@ def turns_of(
             turns = found[provider]
             if isinstance(turns, list):
                 try:
-                    turns.append(generation(model, ids, new, replays))
+                    turns.append(generation(model, ids, new, static=graphed, graphed=graphed))
                 except Exception as problem:  # of one way of one provider
                     message = str(problem).partition("\n")[0][:160]
                     found[provider] = f"raised {type(problem).__name__}: {message}"
@@ -97,11 +99,11 @@ def turns_of(
 
 
 def case(
-    models: dict[str, Any], ids: Tensor, new: int, repetitions: int, replays: bool
+    models: dict[str, Any], ids: Tensor, new: int, repetitions: int, graphed: bool
 ) -> list[Row]:
     """A row for each provider. They take turns."""
-    kind = ", one graph" if replays else ""
-    found = turns_of(models, ids, new, repetitions, replays)
+    kind = ", one graph" if graphed else ""
+    found = turns_of(models, ids, new, repetitions, graphed)
     logits = {provider: last_logits(model, ids) for provider, model in models.items()}
     truth, unfused = logits.get(PEFT), found.get(UNFUSED)
     tokens = unfused[-1].tokens if isinstance(unfused, list) else None
@@ -112,7 +114,11 @@ def case(
         error = 0.0 if truth is None else float((logits[provider] - truth).norm() / truth.norm())
         problem, first, token = turns, "", None
         if isinstance(turns, list):
-            problem = wrong(provider, turns[-1].tokens, tokens, error)
+            others = {f"{UNFUSED}'s": tokens} if provider == FUSED and tokens is not None else {}
+            if graphed:
+                eager = generation(models[provider], ids, new, static=True, graphed=False)
+                others["those without a graph"] = eager.tokens
+            problem = wrong(turns[-1].tokens, others, error)
             first = round(statistics.median(turn.first_ms for turn in turns), 3)
             token = statistics.median(turn.token_ms for turn in turns)
         peft_ms = token if provider == PEFT else peft_ms
@@ -145,8 +151,8 @@ def main() -> int:
         models = {provider: built(provider, spec, device) for provider in args.providers}
         for batch in args.batch or ([1, 8, 64] if on_gpu else [1, 2]):
             ids = token_rows(prompt, batch).to(device)
-            for replays in (False, True) if on_gpu else (False,):
-                found = case(models, ids, args.new, args.repetitions, replays)
+            for graphed in (False, True) if on_gpu else (False,):
+                found = case(models, ids, args.new, args.repetitions, graphed)
                 head: Row = {"model": spec.name, "prompt": prompt, "new": args.new}
                 rows += [{**head, **row} for row in found]
         del models
