@@ -33,7 +33,7 @@ def slower_in_pieces(
     split = to.spec.split_dgrad if backward else to.spec.split_fprop
 
     def seconds(rows: int) -> float:
-        how = "split" if split else "fast"
+        how = "split" if split else "fast" if backward else "fast forward"
         if backward and (
             to.weight_t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
         ):

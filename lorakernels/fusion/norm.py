@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.rms_norm import rms_norm
@@ -14,12 +15,16 @@ _ADDS_ONE = "_lorakernels_adds_one"  # plain attribute of the norm
 
 
 class FusedRMSNorm(nn.Module):
-    """Mixin before a norm's class. If weight and input differ in dtype, that class's own forward runs."""
+    """Mixin before a norm's class.
+
+    That class's own forward runs if weight and input differ in dtype, or if no gradient is computed. Generation then
+    has the bits of the model that is not fused.
+    """
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., K] → [..., K], normed over the last dimension."""
         norm: Any = self
-        if hidden_states.dtype != norm.weight.dtype:
+        if hidden_states.dtype != norm.weight.dtype or not torch.is_grad_enabled():
             own: Tensor = super().forward(hidden_states)
             return own
         return rms_norm(hidden_states, scale(norm, norm.__dict__[_ADDS_ONE]), epsilon(norm))

@@ -63,11 +63,14 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
     return fits and problem.rank <= MAX_RANK and (config.block_m <= 64 or problem.m > 64)
 
 
-# {how: {tile: its time over that of 128 × 128 when splitting}}, H200: 8192³, and 4096² with a depth of 28672
+# {how: {tile: its time over that of 128 × 128 when splitting}}, H200: 8192³, and 4096² with a depth of 28672.
+# Tiles of LOW rows are for outputs of no more: of others they would read the weight twice as often.
+LOW = 64
 CSRC_TILES = {
     "split": {(192, 128): 1.33, (128, 128): 1.0},
     "turned": {(192, 128): 1.38, (128, 128): 0.97},
     "fast": {(128, 256): 1.71, (128, 128): 0.9},
+    "fast forward": {(128, 256): 1.71, (128, 128): 0.9, (64, 128): 0.6},
     "turned fast": {(256, 128): 1.73, (128, 128): 0.91},
     "blocks": {(128, 256): 1.83, (128, 128): 1.0},
     "turned blocks": {(192, 128): 1.4, (128, 128): 1.0},
@@ -110,7 +113,8 @@ def csrc_tile(
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
 
     Time: rounds over the multiprocessors, weighted by what a tile takes.
-    how: of CSRC_TILES: "split" or "fast" sums of the forward or of dgrad with Wᵀ, "turned" ones of dgrad with W;
+    how: of CSRC_TILES: "split" sums of the forward or of dgrad with Wᵀ, "fast forward" ones of the forward and "fast"
+    ones of dgrad with Wᵀ, "turned" ones of dgrad with W;
     "blocks" and "turned blocks": sums of 128, each times its scales.
     """
 
@@ -118,7 +122,7 @@ def csrc_tile(
         rounds = -(-(-(-rows // tile[0]) * -(-cols // tile[1])) // multiprocessors)
         return rounds * CSRC_TILES[how][tile]
 
-    tile = min(CSRC_TILES[how], key=time)
+    tile = min((tile for tile in CSRC_TILES[how] if tile[0] > LOW or rows <= LOW), key=time)
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":
         print(f"lorakernels: csrc, [{rows}, {cols}], {how}: tiles of {tile}", file=sys.stderr)
     return tile, time(tile)

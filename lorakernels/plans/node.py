@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from lorakernels.plans.plan import Kept, Place, Plan, View, finish
@@ -121,6 +122,12 @@ class NodePlan:
         self.saved = tuple(map(place, saved))
         self.by_reference = [*dict.fromkeys(p for p in self.saved if isinstance(p, int))]
 
+    def returned(self, results: list[Tensor], seen: Sequence[Tensor | None]) -> Any:
+        """What the Function returns, of what its forward's run has allocated and of what autograd sees."""
+        if not self.is_tuple:
+            return results[0]
+        return tuple(self.forward.returned(results, [t for t in seen if t is not None]))
+
     def backward(self, grads: Sequence[Tensor]) -> Plan | None:
         """The plan of a backward for gradients of such strides; None where it cannot be recorded."""
         strides = (grads[0].stride(),) if len(grads) == 1 else tuple([g.stride() for g in grads])
@@ -203,10 +210,14 @@ def run_node(
             gradient.
         columns, sites, attributes: as of NodeRun.
     """
-    run = NodeRun(plan, [given[i] for i in plan.others], columns, sites, attributes)
-    saved = [given[i] for i in plan.by_reference]
     addresses = [t.data_ptr() for t in given]
     addresses += columns
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+        # autograd's own part takes as long as a small layer's launches
+        results = plan.forward.run(addresses, sites)
+        return None if results is None else plan.returned(results, seen)
+    run = NodeRun(plan, [given[i] for i in plan.others], columns, sites, attributes)
+    saved = [given[i] for i in plan.by_reference]
     try:
         return _apply((run, addresses, saved), *seen)
     except Misaligned:
@@ -234,9 +245,7 @@ class PlannedNode(torch.autograd.Function):
             raise Misaligned
         ctx.save_for_backward(*saved, None if forward.kept < 0 else results[forward.kept])
         ctx.run = run
-        if run.plan.is_tuple:
-            return tuple(forward.returned(results, [t for t in tensors if t is not None]))
-        return results[0]
+        return run.plan.returned(results, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
-from lorakernels import apply_lora
+from lorakernels import DelayedScaling, apply_lora
 from lorakernels.autograd.attention import attend_packed
 from lorakernels.config import LoRAConfig
 from tests.fusion.fused_models import (
     BEHIND,
     FP32,
+    LINEARS,
     PACKINGS,
     adapted,
     difference,
@@ -154,13 +158,23 @@ def test_padding_and_a_sliding_window_come_as_masks(family: str) -> None:
         same_within(run(twin, x, **options), run(model, x, **options), fp32_bound(family))
 
 
+def logits_of(model: Any, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Of each token that is generated after x."""
+    more = {"output_logits": True, "return_dict_in_generate": True}
+    found: tuple[Tensor, ...] = model.generate(x, **options, **more).logits
+    return found
+
+
+@pytest.mark.parametrize("kind", [{}, {"dtype": torch.bfloat16, "fp8": DelayedScaling()}])
 @pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3", *BEHIND])
-def test_generation_with_a_cache_is_the_layers_own(family: str) -> None:
-    model = adapted(family).eval()
+def test_generation_with_a_cache_is_the_layers_own(family: str, kind: dict[str, Any]) -> None:
+    model = adapted(family, LINEARS, **kind).eval()  # `fuse` makes the others FP8, too
     twin, _ = fused_copy(model)
     x = tokens(2, 5)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(twin.generate(x, **options), model.generate(x, **options))
+    for logits, own in zip(logits_of(twin, x, options), logits_of(model, x, options), strict=True):
+        assert torch.equal(logits, own)  # equal tokens would not show another rounding
     twin.train()  # as TRL's GRPOTrainer leaves it while it generates
     assert torch.equal(twin.generate(x, **options), model.train().generate(x, **options))
     with pytest.raises(RuntimeError, match="without a key-value cache"):

@@ -67,6 +67,7 @@ VALID = {
         ({"tile_cols": 256}, "a tile is 128 × 128, or 192 × 128 splitting"),
         ({"tile_rows": 256}, "a tile is .* got 256 × 128"),
         ({"tile_rows": 192, "splits": False}, "128 × 256 otherwise .* got 192 × 128"),
+        ({"tile_rows": 64, "splits": False}, "not transposed; got 64 × 128"),
         ({"tile_rows": 256, "weight_t": None, "cols": 16}, "a tile is .* got 256 × 128"),
         (
             {"tile_cols": 256, "weight_t": None, "cols": 16, "splits": False},

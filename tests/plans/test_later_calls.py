@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from lorakernels import (
     LoRAConfig,
@@ -20,7 +21,7 @@ from lorakernels import (
 from lorakernels.autograd import linear_plan
 from lorakernels.modules import frozen as frozen_module
 from lorakernels.modules import lora as lora_module
-from lorakernels.plans import forms
+from lorakernels.plans import forms, node
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (
     BF16,
@@ -201,6 +202,28 @@ def test_each_combination_of_gradients_has_its_own_plan() -> None:
                         y, [t for t in (x, module.lora_A, module.lora_B) if t.requires_grad], y
                     )
                     assert len(found) == sum(flags)
+
+
+def test_a_call_without_gradients_goes_past_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = layer().eval(), torch.randn(1, 1, K, dtype=BF16)
+    with dry_cuda() as recorded, torch.no_grad():
+        with without_plans():
+            module(x)
+        by_ops = launches(recorded.calls)
+        recorded.calls.clear()
+        refused = mock.Mock(side_effect=AssertionError("autograd was asked"))
+        monkeypatch.setattr(node, "_apply", refused)
+        y = module(x)
+        assert launches(recorded.calls) == by_ops and y.shape == (1, 1, N)
+    assert not refused.called
+
+
+def test_a_tangent_is_autograd_s_business_also_where_no_gradient_is_computed() -> None:
+    module, x = layer().eval(), torch.randn(1, 1, K, dtype=BF16)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x.clone())
+        with dry_cuda(), torch.no_grad(), pytest.raises(RuntimeError, match="jvp"):
+            module(dual)
 
 
 def test_a_subclass_with_its_own_with_adapter_runs_it_at_each_call() -> None:

@@ -143,11 +143,13 @@ void check(const std::string& op, const Fp8GemmParams& params) {
   const std::pair large = params.splits         ? std::pair{192, 128}
                           : params.untransposed ? std::pair{256, 128}
                                                 : std::pair{128, 256};
-  if (tile != large && tile != std::pair{128, 128}) {
+  const bool takes_low = op == "fp8_linear_lora" && !params.splits;
+  if (tile != large && tile != std::pair{128, 128} && !(takes_low && tile == std::pair{64, 128})) {
     refuse(op,
            "a tile is 128 × 128, or 192 × 128 splitting, 128 × 256 otherwise and 256 × 128 of a weight that is not "
-           "transposed; got " +
-               std::to_string(tile.first) + " × " + std::to_string(tile.second));
+           "transposed" +
+               std::string(takes_low ? ", or 64 × 128" : "") + "; got " + std::to_string(tile.first) + " × " +
+               std::to_string(tile.second));
   }
 }
 

@@ -44,14 +44,14 @@ __device__ __forceinline__ void compute_tiles(const CUtensorMap& left, const CUt
   begin_after_previous_kernel();
   const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params, Multiplies::kFills);
   if (threadIdx.x < 128) {
-    give_registers<Tile::kProducerRegisters>();
+    if constexpr (!Tile::kLow) give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x == 0) {
       copy_operands<Tile, kMultiple>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
       Helper<T, Tile, kRankStep>(params, base).fetch_tiles(extras);
     }
   } else {
-    take_registers<Tile::kConsumerRegisters>();
+    if constexpr (!Tile::kLow) take_registers<Tile::kConsumerRegisters>();  // else a thread has as many as there can be
     Multiplies(params, base).work(out, residual, extras);
   }
 }
@@ -103,7 +103,11 @@ void launch_tiled(const Fp8GemmParams& params, cudaStream_t stream) {
     params.rank <= 16 ? launch<kProduct, T, kE5M2, kSplits, kShape, 16>(params, stream)
                       : launch<kProduct, T, kE5M2, kSplits, kShape, kRankStep>(params, stream);
   };
-  if (params.tile_rows * params.tile_cols == 128 * 128) {
+  if (params.tile_rows == 64) {
+    if constexpr (kProduct == Product::kLinear && !kSplits) {
+      launch<kProduct, T, kE5M2, kSplits, Shape::kLow, 64>(params, stream);
+    }
+  } else if (params.tile_rows * params.tile_cols == 128 * 128) {
     launch<kProduct, T, kE5M2, kSplits, Shape::kSmall, 64>(params, stream);
   } else if constexpr (kSplits) {
     large(std::integral_constant<Shape, Shape::kTall>());

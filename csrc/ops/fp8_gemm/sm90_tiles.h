@@ -26,7 +26,7 @@ using Rows = SwizzledRows<128>;
 // kGradInputUntransposed computes dxᵀ = W8ᵀ dy8ᵀ. It takes W8 as it is stored and gives it to the tensor cores through
 // registers.
 enum class Product { kLinear, kGradInput, kGradInputUntransposed };
-enum class Shape { kSmall, kTall, kTallest, kWide };  // 128 × 128, 192 × 128, 256 × 128, 128 × 256
+enum class Shape { kLow, kSmall, kTall, kTallest, kWide };  // 64 × 128, 128 × 128, 192 × 128, 256 × 128, 128 × 256
 
 // kInGroups: a row tile multiplies the matrices of its own group.
 template <Product kProduct, Shape kShape, int kRankStep, bool kInGroups = false>
@@ -36,18 +36,22 @@ struct Tiling {
   static constexpr bool kLinear = kProduct == Product::kLinear,
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
-  static constexpr int kConsumers = kShape == Shape::kTall && !kUntransposed ? 3 : 2;  // warpgroups
-  static constexpr bool kFull = kUntransposed && kShape == Shape::kTall;               // 192 sums of a thread
+  static constexpr bool kLow = kShape == Shape::kLow;
+  static constexpr int kConsumers = kLow ? 1 : kShape == Shape::kTall && !kUntransposed ? 3 : 2;  // warpgroups
+  static constexpr bool kFull = kUntransposed && kShape == Shape::kTall;  // 192 sums of a thread
   static constexpr int kProducerRegisters = kFull ? 40 : 56;
   static constexpr int kConsumerRegisters = kFull ? 232 : kConsumers == 3 ? 152 : 224;
   static constexpr int kThreads = 128 * (1 + kConsumers);
   static_assert(kProducerRegisters + kConsumers * kConsumerRegisters <= registers_of_warpgroups<1 + kConsumers>(),
                 "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
   static constexpr int kBlocks = kWide ? 2 : 1;  // of a warpgroup, side by side
-  static constexpr int kRows = kShape == Shape::kTallest ? 256 : kShape == Shape::kTall ? 192 : 128;
+  static constexpr int kRows = kLow ? 64 : kShape == Shape::kTallest ? 256 : kShape == Shape::kTall ? 192 : 128;
   static constexpr int kCols = (kWide ? 2 : 1) * kBlockCols;
   static constexpr int kBytesLeft = kRows * kStepDepth, kStageBytes = kBytesLeft + kCols * kStepDepth;
-  static constexpr int kStages = kShape == Shape::kSmall ? 5 : kShape == Shape::kTall && kRankStep <= 16 ? 4 : 3;
+  static constexpr int kStages = kLow                                        ? 7
+                                 : kShape == Shape::kSmall                   ? 5
+                                 : kShape == Shape::kTall && kRankStep <= 16 ? 4
+                                                                             : 3;
   static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
   static constexpr int kOffsetOut = kStages * kStageBytes;
   static constexpr int kOutBytes = kUntransposed ? 2 * kCols * 128 : kConsumers * 4 * 2 * kBoxBytes;

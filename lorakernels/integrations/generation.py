@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' `generate` with one CUDA graph for a token: the host launches once what took it thousands of calls.
+
+    with graphed_generation(model):
+        model.generate(ids, max_new_tokens=200, cache_implementation="static", disable_compile=True)
+
+transformers' static cache keeps keys and values in place, and their number in a tensor. So the forward of a token
+differs from that of the token before in the values of tensors alone. Each `generate` makes a cache, and has a graph of
+its own. The prompt and the first token after it run eagerly, and the second token is captured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HOW = 'call generate with cache_implementation="static" and disable_compile=True'
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_IDLE = "transformers.utils.output_capturing"  # its hooks stay after hidden states were asked for
+
+
+@contextlib.contextmanager
+def graphed_generation(model: Any) -> Iterator[None]:
+    """Within, `model.generate` replays a CUDA graph for each token but the first two of a call.
+
+    It takes causal models of transformers on one GPU, ours and others, also inside of PEFT's. Other calls, without a
+    cache or with gradients, run as before. Tokens are those of the same call without the graph.
+
+    Args:
+        model: a causal model of transformers in evaluation, or PEFT's model around one.
+
+    Raises:
+        ValueError: at entry, the model is in training mode, not on a GPU, or a module has a forward hook, which replays
+            would not run. In `generate`, the cache is not static, or hidden states or attentions are asked for.
+        RuntimeError: in `generate`, a token's call differs from the captured one in more than values, or the cache's
+            tensors were replaced, as beam search does.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    _check_model(model)
+    before = vars(model).get("forward")
+    model.forward = _TokenGraph(model.forward)
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+def _check_model(model: nn.Module) -> None:
+    if model.training:
+        raise ValueError("model must be in evaluation, found training mode: call model.eval()")
+    check_device(next(model.parameters()).device)
+    for name, module in model.named_modules():
+        found = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+        if any(getattr(hook, "__module__", None) != _IDLE for hook in found):
+            raise ValueError(f"{name or 'model'} has a forward hook, which a replay would not run")
+
+
+def check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"model must be on a GPU, found {device}")
+
+
+class _TokenGraph:
+    """A model's forward, of which later calls for one token of a cache are replayed."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self._forget()
+
+    def _forget(self, cache: Any = None) -> None:
+        self.cache, self.is_warm = cache, False
+        self.replay: Callable[[], object] | None = None
+        self.tensors: dict[str, Tensor] = {}
+        self.others: dict[str, Any] = {}
+        self.addresses: list[int] = []
+        self.result: Any = None
+
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        cache, ids = options.get("past_key_values"), options.get("input_ids")
+        if given or cache is None or torch.is_grad_enabled():
+            return self.forward(*given, **options)
+        if cache is not self.cache:
+            _check_cache(cache)
+            self._forget(cache)
+        if ids is None or ids.shape[1] != 1 or not self.is_warm:
+            result = self.forward(**options)
+            for name in ("hidden_states", "attentions"):
+                if getattr(result, name, None) is not None:
+                    raise ValueError(
+                        f"{name} must not be asked for: each token writes over the last one's"
+                    )
+            self.is_warm = ids is not None and ids.shape[1] == 1
+            return result
+        tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in options.items() if name not in tensors}
+        if self.replay is None:
+            self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            self.others, self.addresses = others, _addresses(cache)
+            whole = {**options, **self.tensors}
+            self.replay, self.result = captured(lambda: self.forward(**whole))
+        self._check(tensors, others)
+        for name, tensor in tensors.items():
+            self.tensors[name].copy_(tensor)
+        self.replay()
+        return self.result
+
+    def _check(self, tensors: dict[str, Tensor], others: dict[str, Any]) -> None:
+        forms = [
+            {name: (tuple(t.shape), t.dtype, t.device) for name, t in of.items()}
+            for of in (tensors, self.tensors)
+        ]
+        if forms[0] != forms[1]:
+            raise RuntimeError(f"a token was captured with {forms[1]}, found {forms[0]}")
+        if others.keys() != self.others.keys():
+            raise RuntimeError(f"a token was captured with {[*self.others]}, found {[*others]}")
+        for name, value in others.items():
+            if not _is_same(value, self.others[name]):
+                raise RuntimeError(f"a token was captured with another {name}, found {value!r}")
+        if _addresses(self.cache) != self.addresses:
+            raise RuntimeError(
+                "the cache's tensors were replaced, as beam search does: generate without a graph"
+            )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    return value is other or (type(value) in (int, float, str) and value == other)
+
+
+def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    """(what launches the graph of `run`, what `run` returned, which each launch writes anew). Nothing is computed."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph.replay, result
+
+
+def _check_cache(cache: Any) -> None:
+    """ValueError unless the cache is of transformers' static layers: others count their tokens on the host."""
+    from transformers.cache_utils import StaticLayer
+
+    kinds = {type(layer) for layer in getattr(cache, "layers", [])}
+    if kinds != {StaticLayer}:
+        names = sorted(kind.__name__ for kind in kinds)
+        raise ValueError(
+            f"the cache must have static layers alone, found {type(cache).__name__} of {names}: {HOW}"
+        )
+
+
+def _addresses(cache: Any) -> list[int]:
+    tensors = ("keys", "values", "cumulative_length")
+    return [getattr(layer, name).data_ptr() for layer in cache.layers for name in tensors]

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""graphed_generation: tokens of the same call without a graph, and what it refuses.
+
+On a CPU a graph is stood in for by the forward itself, which runs again into the captured result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lorakernels import DelayedScaling
+from lorakernels.integrations import generation
+from lorakernels.integrations.generation import graphed_generation
+from tests.fusion.fused_models import LINEARS, adapted, fused_copy, tokens
+from tests.fusion.fused_models import model_of as plain_model
+
+OPTIONS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+STATIC = {"cache_implementation": "static", "disable_compile": True}
+
+
+class Stand:
+    """In place of `captured`: counts captures and replays, and leaves the cache of a capture as it was."""
+
+    def __init__(self) -> None:
+        self.caches: list[Any] = []
+        self.captures = self.replays = 0
+
+    def check(self, cache: Any) -> None:
+        self.caches.append(cache)
+        _check_cache(cache)
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        layers = self.caches[-1].layers
+        held = [t for layer in layers for t in (layer.keys, layer.values, layer.cumulative_length)]
+        before = [t.clone() for t in held]
+        result = run()
+        for tensor, value in zip(held, before, strict=True):
+            tensor.copy_(value)
+        self.captures += 1
+
+        def replay() -> None:
+            self.replays += 1
+            result.logits.copy_(run().logits)
+
+        return replay, result
+
+
+_check_cache = generation._check_cache
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    made = Stand()
+    monkeypatch.setattr(generation, "captured", made)
+    monkeypatch.setattr(generation, "_check_cache", made.check)
+    monkeypatch.setattr(generation, "check_device", lambda device: None)
+    return made
+
+
+def model_of(fused: bool) -> nn.Module:
+    torch.manual_seed(0)
+    made = adapted("Llama", LINEARS, fp8=DelayedScaling()).eval()
+    return fused_copy(made)[0] if fused else made
+
+
+def said(model: Any, x: Tensor, **options: Any) -> Tensor:
+    found: Tensor = model.generate(x, **{**OPTIONS, **STATIC, **options})
+    return found
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
+def test_tokens_are_those_without_a_graph(fused: bool, stand: Stand) -> None:
+    model, x = model_of(fused), tokens(2, 5)
+    mask = torch.ones_like(x)
+    mask[0, :2] = 0
+    calls: list[dict[str, Any]] = [{}, {"attention_mask": mask}, {"max_new_tokens": 3}]
+    expected = [said(model, x, **call) for call in calls] + [said(model, x[:, :1])]
+    forward = model.forward
+    with graphed_generation(model):
+        found = [said(model, x, **call) for call in calls] + [said(model, x[:, :1])]
+        y = model(input_ids=x, use_cache=False).logits  # no cache: as before
+    assert y.requires_grad and model.forward == forward and "forward" not in vars(model)
+    assert all(map(torch.equal, found, expected))
+    # of n tokens the prompt's and the next one are eager; a prompt of one token warms up itself
+    assert stand.captures == 4 and stand.replays == 5 + 5 + 1 + 6
+
+
+def test_a_model_inside_of_peft_s(stand: Stand) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False
+    )
+    model, x = peft.get_peft_model(plain_model("Llama"), config).eval(), tokens(2, 5)
+    expected = said(model, x)
+    with graphed_generation(model):
+        assert torch.equal(said(model, x), expected)
+    assert stand.captures == 1 and stand.replays == 5
+
+
+def test_a_model_on_a_cpu_is_refused() -> None:
+    message = "model must be on a GPU, found cpu"
+    with pytest.raises(ValueError, match=message), graphed_generation(model_of(fused=False)):
+        pass
+
+
+def test_what_is_refused_at_entry(stand: Stand) -> None:
+    model = model_of(fused=True)
+    with pytest.raises(ValueError, match="found training mode"), graphed_generation(model.train()):
+        pass
+    model.eval().model.layers[1].register_forward_hook(lambda *_: None)
+    message = r"model\.layers\.1 has a forward hook"
+    with pytest.raises(ValueError, match=message), graphed_generation(model):
+        pass
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cache_implementation": None}, ValueError, "found DynamicCache .*cache_implementation="),
+        ({"num_beams": 2}, RuntimeError, "the cache's tensors were replaced, as beam search does"),
+        (
+            {"output_hidden_states": True, "return_dict_in_generate": True},
+            ValueError,
+            "hidden_states must not be asked for",
+        ),
+    ],
+)
+def test_what_is_refused_in_generate(
+    options: dict[str, Any], error: type[Exception], message: str, stand: Stand
+) -> None:
+    model = model_of(fused=False)
+    with graphed_generation(model), pytest.raises(error, match=message):
+        said(model, tokens(2, 5), **options)
+    assert "forward" not in vars(model)
+    with graphed_generation(model):  # also where transformers' hooks for hidden states have stayed
+        said(model, tokens(2, 5))
+
+
+def test_a_call_that_is_not_the_captured_one_is_refused(stand: Stand) -> None:
+    from transformers import StaticCache
+
+    model, x = model_of(fused=False), tokens(2, 5)
+    cache = StaticCache(model.config, max_cache_len=12)
+    token = {"input_ids": x[:, :1], "past_key_values": cache, "use_cache": True}
+    with graphed_generation(model), torch.no_grad():
+        for _ in range(3):
+            model(**token)
+        replays = stand.replays
+        for other, message in (
+            ({"input_ids": x[:1, :1]}, r"captured with .*\(2, 1\).* found .*\(1, 1\)"),
+            ({"position_ids": x[:, :1]}, "captured with"),
+            ({"use_cache": False}, "captured with another use_cache, found False"),
+            ({"logits_to_keep": 1}, "captured with .* found .*logits_to_keep"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                model(**{**token, **other})
+        assert stand.replays == replays == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
+def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
+    torch.manual_seed(0)
+    kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    model = adapted("Llama", LINEARS, model=sizes, **kind).eval()
+    model = fused_copy(model)[0] if fused else model
+    x = tokens(2, 5, "cuda")
+    mask = torch.ones_like(x)
+    mask[0, :2] = 0
+    calls: list[dict[str, Any]] = [{}, {"attention_mask": mask}]
+    logits = {"output_logits": True, "return_dict_in_generate": True}
+    for call in calls:
+        expected = said(model, x, **call, **logits)
+        with graphed_generation(model):
+            for _ in range(2):  # the second call has a cache and a graph of its own
+                found = said(model, x, **call, **logits)
+                assert torch.equal(found.sequences, expected.sequences)
+                assert all(map(torch.equal, found.logits, expected.logits))
