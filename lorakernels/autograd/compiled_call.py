@@ -13,18 +13,14 @@ from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lorakernels.plans.forms import forms_of, sees_dispatch_keys
 from lorakernels.plans.function import FunctionPlan
-from lorakernels.plans.routing import is_plain
+from lorakernels.plans.routing import put_ahead
 from lorakernels.state.handles import Numbers, known_numbers
 
 MOST_READY = 8  # that a layer remembers of each op
-_EVAL_FRAME = torch._C._dynamo.eval_frame
-# torch 2.8 lacks the last; without the first, a plan could not be told from one for other dispatch keys
-CAN_BE_READY = sees_dispatch_keys() and hasattr(_EVAL_FRAME, "get_eval_frame_callback")
 
 
 class Found(NamedTuple):
@@ -102,19 +98,13 @@ def launch_ahead(
         by_ops: runs a call whose addresses a plan does not take, without telling the FP8 state of it.
         begins: whether a call with a last argument of True is a training forward, of which the FP8 state is told.
     """
-    if not CAN_BE_READY or not hasattr(op, "_op"):
+    if not sees_dispatch_keys():  # a plan for other keys could not be told from one for these
         return
-    general, name = op._op, op._schema.name
+    name = op._schema.name
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        """What stands in for torch's own call of the overload."""
-        if (
-            torch.is_grad_enabled()
-            or not is_plain()
-            or _EVAL_FRAME.get_eval_frame_callback() is not None
-            or len(args) < count
-            or any([value is not None for value in (*args[count:], *kwargs.values())])
-        ):
+    def call(general: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        others = (*args[count:], *kwargs.values())
+        if len(args) < count or any([value is not None for value in others]):
             return general(*args, **kwargs)
         given = args[:count]
         numbers = known_numbers(given[handle])
@@ -145,4 +135,4 @@ def launch_ahead(
             numbers.made[name] = (made, *numbers.made.get(name, ())[: MOST_READY - 1])
         return results
 
-    op._op = call
+    put_ahead(op, call)
