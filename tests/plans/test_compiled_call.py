@@ -38,7 +38,7 @@ def forward_arguments(module: LoRALinear, x: Tensor, slot: Tensor) -> tuple[Any,
 def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tuple[Any, ...]:
     _, weight, scale_inv, weight_t, _, lora_A, lora_B, slot, handle, _ = given
     y, x8, x_scale_inv, s = made
-    dy = torch.cos(torch.arange(y.numel())).view_as(y).to(y.dtype)
+    dy = torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype)
     factors = (lora_A.detach(), lora_B.detach(), None)
     needs = [True, True, True, False]
     return (dy, x8, x_scale_inv, s, weight, scale_inv, weight_t, *factors, slot, handle, needs)
@@ -221,3 +221,28 @@ def test_no_call_keeps_a_tensor() -> None:
         gone = weakref.ref(x)
         del x
         assert gone() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+def test_repeated_calls_compute_what_the_ops_compute(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = layer(name, "cuda")
+    x = torch.randn(rows(name), K, dtype=BF16, device="cuda")
+    slot, state = torch.tensor([5, 6], device="cuda"), module.fp8_state
+    before = None if state is None else state.save()
+
+    def step() -> list[Tensor]:
+        if state is not None:
+            state.restore(before)
+        given = forward_arguments(module, x, slot)
+        made = FORWARD(*given)
+        return [*made, *BACKWARD(*backward_arguments(given, made))]
+
+    with torch.no_grad(), counted(monkeypatch) as calls:
+        with without_plans():
+            expected = step()
+        for _ in range(3):
+            assert all(map(torch.equal, step(), expected))
+        assert len(calls) == 4
