@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lorakernels import LoRAConfig, LoRALinear
 from lorakernels.state.philox import random_slot
 
+INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 LAYER_SLOT = torch.ops.lorakernels.layer_slot.default
 
 
@@ -40,7 +41,7 @@ def test_opcheck() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", INDUCTOR])
 def test_two_calls_of_a_layer_in_one_trace_draw_two_masks_which_are_eager_s(backend: str) -> None:
     """Two equal calls of an op are one in a graph, unless the op is known to draw."""
     module, x = layer(), torch.randn(7, 24)
@@ -58,7 +59,7 @@ def test_two_calls_of_a_layer_in_one_trace_draw_two_masks_which_are_eager_s(back
     assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", INDUCTOR])
 def test_a_recomputation_inside_the_trace_draws_its_forward_s_mask(backend: str) -> None:
     module, x = layer(), torch.randn(7, 24, requires_grad=True)
 
