@@ -25,6 +25,8 @@ OTHERS = {
     "_is_exporting_flag": TORCH,
     "_C": TORCH,
     "_ops": TORCH,
+    "_op": "what an overload of torch's calls: its op in C++",
+    "_dynamo_marked_constant": "torch.compiler.assume_constant_result imports all of Dynamo",
     "_version": TORCH,
     "_schema": TORCH,
     "_sequence_nr": TORCH,

@@ -13,6 +13,7 @@ from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quan
 from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
 from lorakernels.autograd.lora_linear import lora_linear
 from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
+from lorakernels.autograd.traced_slot import traced_slot
 
 __all__ = [
     "Adapter",
@@ -33,4 +34,5 @@ __all__ = [
     "rows_of",
     "share_input",
     "shared_linear",
+    "traced_slot",
 ]

@@ -21,8 +21,12 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
+from lorakernels.autograd.compiled_call import Found, launch_ahead
 from lorakernels.autograd.compiled_plan import (
+    Planned,
     Saved,
+    backward_plan,
+    forward_plan,
     planned_backward,
     planned_forward,
     run_backward,
@@ -169,14 +173,14 @@ def linear_backward(
     numbers = numbers_of(handle)
     state = numbers.state
     dy = dy.contiguous()
+    spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
+    need, (state_x, state_dy) = Needs(*needs), _states(state)
     saved = Saved(
         Weight(weight, weight_scale_inv, weight_t) if weight is not None else None,
         Adapter(lora_A, lora_B, s),
         None if operand is None else Scaled(operand, x_scale_inv),
-        Call(_spec(numbers, scaling, p, mask, numbers.column_dy), slot),
+        Call(spec, slot, None, state_dy),
     )
-    need, (state_x, state_dy) = Needs(*needs), _states(state)
-    saved = saved._replace(call=saved.call._replace(state_dy=state_dy))
     if weight_scale_inv is not None:
         found = planned_backward(dy, saved, need, state_x)
         if found is not None:
@@ -250,6 +254,57 @@ backward_op = define_composed(linear_backward, _fake_backward)
 forward_op = define_composed(
     linear_forward, _fake_forward, save=_save, differentiate=_differentiate
 )
+
+
+def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) -> Found | None:
+    if planned is None:
+        return None
+    plan, known = planned
+    return Found(plan, [i for i in places if args[i] is not None], known.columns, known.sites)
+
+
+def _forward_operands(
+    numbers: Numbers, args: Sequence[Any]
+) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
+    """What `forward_plan` takes, from the first ten arguments of `linear_forward`."""
+    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, _, training = args
+    spec = _spec(numbers, None, None, None, numbers.column_x, training)
+    frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    return x, bias, adapter, frozen, Call(spec, slot, *_states(numbers.state))
+
+
+def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+    if args[2] is None:  # a plain weight
+        return None
+    planned = forward_plan(*_forward_operands(numbers, args))
+    return _found(planned, args, (0, 4, 5, 6, 1, 2, 3, 7))
+
+
+def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`linear_forward` behind the state's `begin`."""
+    x, bias, adapter, weight, call = _forward_operands(numbers_of(args[8]), args)
+    return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
+
+
+def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B = args[:9]
+    slot, needs = args[10], args[12]
+    if weight_scale_inv is None:
+        return None
+    state_x, state_dy = _states(numbers.state)
+    spec = _spec(numbers, None, None, None, numbers.column_dy)
+    saved = Saved(
+        Weight(weight, weight_scale_inv, weight_t),
+        Adapter(lora_A, lora_B, s),
+        None if operand is None else Scaled(operand, x_scale_inv),
+        Call(spec, slot, None, state_dy),
+    )
+    planned = backward_plan(dy, saved, Needs(*needs), state_x)
+    return _found(planned, args, (0, 7, 8, 4, 5, 6, 3, 1, 2, 10))
+
+
+launch_ahead(forward_op, 8, 10, _forward_found, _forward_by_ops, begins=True)
+launch_ahead(backward_op, 11, 13, _backward_found, linear_backward, begins=False)
 
 
 def is_compiling() -> bool:

@@ -94,10 +94,13 @@ def _run(op: Op[..., Any], *arguments: Any) -> Any:
     return op.run(*arguments)
 
 
-def planned_forward(
+Planned = tuple[FunctionPlan, Known[FunctionPlan]]
+
+
+def forward_plan(
     x: Tensor, bias: Tensor | None, adapter: Adapter, weight: Weight, call: Call
-) -> Four | None:
-    """`run_forward` on a GPU by one call of csrc; None where it cannot. `weight` may be e4m3."""
+) -> Planned | None:
+    """The plan of `run_forward` and what is known of the layer; None where the ops have to run."""
     if not _is_planned(x):
         return None
     spec, slot, *states = call
@@ -108,14 +111,25 @@ def planned_forward(
     plan = known.plan(given, key)
     if plan is None:
         plan = known.ask(PLANS, _record_forward, tensors, given, key, x.shape, x.dtype, key)
-    if plan is None:
+    return None if plan is None else (plan, known)
+
+
+def planned_forward(
+    x: Tensor, bias: Tensor | None, adapter: Adapter, weight: Weight, call: Call
+) -> Four | None:
+    """`run_forward` on a GPU by one call of csrc; None where it cannot. `weight` may be e4m3."""
+    found = forward_plan(x, bias, adapter, weight, call)
+    if found is None:
         return None
-    addresses = [t.data_ptr() for t in (x, *tensors[:-2], slot) if t is not None]
-    return plan.run((*addresses, *known.columns(*states)), known.sites)  # type: ignore[return-value]
+    plan, known = found
+    tensors = (x, bias, adapter.A, adapter.B, *weight, call.slot)
+    addresses = [t.data_ptr() for t in tensors if t is not None]
+    columns = known.columns(call.state_x, call.state_dy)
+    return plan.run((*addresses, *columns), known.sites)  # type: ignore[return-value]
 
 
-def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
-    """`run_backward` on a GPU by one call of csrc; None where it cannot. W may be e4m3."""
+def backward_plan(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Planned | None:
+    """The plan of `run_backward` and what is known of the layer; None where the ops have to run."""
     weight, (lora_A, lora_B, s), operand, call = saved
     if weight is None or needs.bias or not _is_planned(dy):
         return None
@@ -129,10 +143,20 @@ def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | N
         forms = tuple([None if t is None else (t.shape, t.dtype) for t in others])
         more = (dy.shape, dy.dtype, forms, needs)
         plan = known.ask(PLANS, _record_backward, tensors, given, key, *more)
-    if plan is None:
+    return None if plan is None else (plan, known)
+
+
+def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Four | None:
+    """`run_backward` on a GPU by one call of csrc; None where it cannot. W may be e4m3."""
+    found = backward_plan(dy, saved, needs, state_x)
+    if found is None or saved.weight is None:
         return None
-    addresses = [t.data_ptr() for t in (dy, *tensors[:-2], *others) if t is not None]
-    return plan.run((*addresses, *known.columns(*tensors[-2:])), known.sites)  # type: ignore[return-value]
+    plan, known = found
+    lora_A, lora_B, s = saved.adapter
+    tensors = (dy, lora_A, lora_B, *saved.weight, s, *(saved.operand or ()), saved.call.slot)
+    addresses = [t.data_ptr() for t in tensors if t is not None]
+    columns = known.columns(state_x, saved.call.state_dy)
+    return plan.run((*addresses, *columns), known.sites)  # type: ignore[return-value]
 
 
 def _is_planned(x: Tensor) -> bool:

@@ -29,6 +29,7 @@ from lorakernels.autograd import (
     rows_of,
     share_input,
     shared_linear,
+    traced_slot,
 )
 from lorakernels.device import in_backward
 from lorakernels.modules.frozen import is_sharded
@@ -168,12 +169,12 @@ class LoRALinearGroup:
             owner = [*(m for m in self.members if is_active(m)), first][0]
             shared["mask"] = owner.handle.tensor
             drops = any(m.training and m.handle.drops and is_active(m) for m in self.members)
-            slot = draw_slot(owner.rng_state, x.device) if drops else None
+            slot = traced_slot(owner.rng_state, owner.handle.tensor) if drops else None
         outputs = []
         for member in self.members:
             if not self.shared_dropout:
                 drops = member.training and member.handle.drops and is_active(member)
-                slot = draw_slot(member.rng_state, x.device) if drops else None
+                slot = traced_slot(member.rng_state, member.handle.tensor) if drops else None
             outputs.append(member._traced(x, slot, shared))
         return tuple(outputs)
 

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import Adapter, AdapterNumbers, check_input, is_compiling
+from lorakernels.autograd import (
+    Adapter,
+    AdapterNumbers,
+    check_input,
+    is_compiling,
+    traced_slot,
+)
 from lorakernels.autograd.adapter_rows import AdapterRows, CallRows
 from lorakernels.autograd.linear_plan import way_of
 from lorakernels.config import LoRAConfig
@@ -278,7 +284,7 @@ class LoRALinear(MergeableLinear):
         compiling = torch.compiler.is_compiling()
         if compiling and is_compiling():
             drops = self.training and self._handle.drops
-            slot = draw_slot(self.rng_state, self.lora_A.device) if drops else None
+            slot = traced_slot(self.rng_state, self._handle.tensor) if drops else None
             factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
             if self.adapter_rows is not None and self.adapter_rows.asked:
                 factors = _traced_factors(self)

@@ -220,14 +220,17 @@ def define_composed(
     *,
     save: Callable[..., None] | None = None,
     differentiate: Callable[..., Any] | None = None,
+    draws: bool = False,
 ) -> Any:
     """Register `fn`, which calls other ops, as the op of its name on every device.
 
-    `save(ctx, inputs, output)` and `differentiate(ctx, *grads)` are its gradient; without them it has none.
+    `save(ctx, inputs, output)` and `differentiate(ctx, *grads)` are its gradient; without them it has none. `draws`
+    says that it draws from torch's generator.
     """
     name = fn.__name__
     schema = torch.library.infer_schema(fn, mutates_args=(), op_name=name)
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    random = (torch.Tag.nondeterministic_seeded,) if draws else ()
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, *random))
     for device_type in ("cpu", "cuda"):
         run = _disable_dynamo(_without_autocast(fn, device_type))
         _LIBRARY.impl(name, run, device_type.upper())

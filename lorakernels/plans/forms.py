@@ -21,6 +21,11 @@ def _guards() -> Any:
 _Guards = _guards()
 
 
+def sees_dispatch_keys() -> bool:
+    """Whether what `forms_of` gives also tells calls apart by the dispatch keys that are on."""
+    return _Guards is not None
+
+
 def forms_of(given: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the class, dtype, device, shape, strides and `requires_grad` of
     its counterpart in `given`. It keeps none of these tensors.

@@ -36,6 +36,7 @@ def _asked_of_torch() -> tuple[Callable[..., Any], ...] | None:
 
 _ASKED = _asked_of_torch()
 _is_compiling = torch.compiler.is_compiling
+_EVAL_FRAME = torch._C._dynamo.eval_frame
 _functions = getattr(torch._C, "_len_torch_function_stack", None)
 
 
@@ -74,6 +75,28 @@ def _only_default_device() -> bool:
     from torch.utils._device import DeviceContext
 
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def put_ahead(op: Any, call: Callable[[Callable[..., Any], tuple[Any, ...], Any], Any]) -> None:
+    """Let calls of the overload `op` without gradients, that nobody watches, be `call(general, args, kwargs)`.
+
+    `general(*args, **kwargs)` is what the overload does. Torch's dispatcher takes more of the host's time than most
+    ops of a compiled layer. Nothing is changed where this torch lacks a name.
+    """
+    if not hasattr(op, "_op") or not hasattr(_EVAL_FRAME, "get_eval_frame_callback"):
+        return
+    general = op._op
+
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.is_grad_enabled()
+            or not is_plain()
+            or _EVAL_FRAME.get_eval_frame_callback() is not None  # torch.compile would trace `call`
+        ):
+            return general(*args, **kwargs)
+        return call(general, args, kwargs)
+
+    op._op = asked
 
 
 def are_plain(*tensors: Tensor | None) -> bool:

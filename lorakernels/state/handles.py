@@ -75,6 +75,11 @@ def _forget(address: int, serial: int) -> None:
     del _by_address[address], _by_serial[serial]
 
 
+def known_numbers(handle: object) -> Numbers | None:
+    """The numbers of a handle that is no copy; None of anything else."""
+    return _by_address.get(handle.data_ptr()) if type(handle) is Tensor else None
+
+
 def numbers_of(handle: Tensor) -> Numbers:
     """The numbers that belong to `handle`, which may be a copy, as saved-tensor hooks make.
 

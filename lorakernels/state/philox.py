@@ -46,6 +46,11 @@ def default_slot(device: torch.device) -> Tensor:
     """int64 [2], drawn from torch's generator of `device`. The tensor is not to be written to."""
     if device.type == "cuda" and not _is_watched():
         return slot_ahead(torch.cuda.current_device() if device.index is None else device.index)
+    return random_slot(device)
+
+
+def random_slot(device: torch.device) -> Tensor:
+    """`default_slot` by an op of torch, in new memory."""
     return torch.randint(-_INT63, _INT63, (2,), dtype=torch.int64, device=device)
 
 

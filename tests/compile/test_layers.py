@@ -103,7 +103,7 @@ def test_inductor_trains_as_eager_on_a_gpu(mode, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor_draws_new_masks_on_a_gpu(mode):
-    """Inductor draws the slots from its own generator, so that the masks are not eager's: they differ call by call."""
+    """They differ call by call, in replays of CUDA graphs too."""
     model, _ = llama(p=0.5, device="cuda")
     compile_layers(model, "inductor", mode=mode)
     ids = torch.randint(0, 64, (2, 12), device="cuda")

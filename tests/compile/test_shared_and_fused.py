@@ -54,7 +54,8 @@ def test_groups_share_x_and_one_compilation(fp8, shared_dropout):
     torch._dynamo.reset()
     for block in twin:
         block.compile(backend=counter, fullgraph=True, dynamic=False)
-    with mock.patch("lorakernels.modules.group.draw_slot", lambda *_: slot.clone()):
+    drawn = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
+    with mock.patch.multiple("lorakernels.modules.group", **drawn):
         for _ in range(2):
             x = torch.randn(6, 32, requires_grad=True)
             z = x.detach().clone().requires_grad_()

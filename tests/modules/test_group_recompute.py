@@ -131,10 +131,10 @@ def test_compiles_without_a_graph_break(fp8, mode):
     x = torch.randn(5, 32)
     calls = {"group(x)": group, "members": lambda x: [getattr(layer, n)(x) for n in NAMES]}
     results = []
-    given = lambda *_: slot.clone()  # noqa: E731
+    given = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
     with (
-        mock.patch("lorakernels.modules.group.draw_slot", given),
-        mock.patch("lorakernels.modules.lora.draw_slot", given),
+        mock.patch.multiple("lorakernels.modules.group", **given),
+        mock.patch.multiple("lorakernels.modules.lora", **given),
     ):
         for call in (
             *calls.values(),

@@ -131,7 +131,8 @@ def test_compiles_without_a_graph_break(p, fp8):
     slot = torch.tensor([11, 12])
     torch._dynamo.reset()
     results = []
-    with mock.patch.object(lora_module, "draw_slot", lambda *_: slot.clone()):
+    drawn = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
+    with mock.patch.multiple(lora_module, **drawn):
         for run in (net, torch.compile(copy.deepcopy(net), fullgraph=True)):
             torch.manual_seed(3)
             for _ in range(3):
