@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lorakernels.autograd import linear_plan
 from lorakernels.modules import frozen as frozen_module
 from lorakernels.modules import lora as lora_module
 from lorakernels.plans import forms, node
+from lorakernels.plans.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (
     BF16,
