@@ -228,6 +228,14 @@ def test_rope_s_gradient_in_blocks(dim: int, tmp_path: Path) -> None:
     assert not count(found, "F2F."), "rounded to bf16 one by one"
 
 
+def test_rope_s_gradient_of_a_head_of_two_numbers(tmp_path: Path) -> None:
+    """A program has one of each half: Triton refuses an instruction that converts two."""
+    code = rope_backward(2)
+    heads = {"Q_HEADS": 1, "KV_HEADS": 1, "HEADS": 1, "IN_BLOCKS": False}
+    code = code._replace(constants={**code.constants, **heads}, warps=1)
+    assert sm90_code(code.kernel, code.types, code.constants, code.warps, tmp_path)
+
+
 @pytest.mark.parametrize("gradient", ["none", "bf16", "e5m2"])
 def test_cross_entropy(gradient: str, tmp_path: Path) -> None:
     """Rows whose length is a multiple of 8: what a vocabulary padded for tensor cores has."""

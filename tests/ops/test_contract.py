@@ -61,6 +61,9 @@ THEIRS = (
 )  # implementations that add one term after the other, by PyTorch's kernels
 
 
+ASK_THE_HOST = ("grouped_linear_lora", "grouped_grad_input")
+
+
 def case_of(name: str, case: str) -> Case:
     contract = CONTRACTS[name]
     return contract.cases.get(case) or contract.shapes[case]
@@ -359,6 +362,8 @@ def test_captured_it_reads_the_operands_states_and_slots_of_the_replay(
 ) -> None:
     op, made = OPS[name], case_of(name, case)
     arguments = made.arguments("cuda")
+    if name in ASK_THE_HOST and op.takes(*arguments).name == "torch":  # as on an A100
+        pytest.skip("PyTorch's products ask the host whose rows are whose")
     op(*cloned(arguments))  # compiles, and makes cuBLAS's workspace
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
