@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lorakernels import ops
+from lorakernels.autograd.longest_document import check_longest
 from lorakernels.device import multiprocessors_of
 from lorakernels.kernels import tune
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
@@ -89,7 +90,7 @@ def products() -> Iterator[Call]:
     """With bias, residual and column scales, and without; both dtypes."""
     for split, rank in ((split, rank) for split in (True, False) for rank in RANKS):
         form = {"split": split, "by_row": rank == 8, "residual": rank in (8, 128)}
-        how = "split" if split else "fast"
+        how = "split" if split else "fast forward"
         for tile in tune.CSRC_TILES[how]:
             yield _linear(ops.fp8_linear_lora, partial(Linear, **form), how, tile, rank)
 
@@ -246,8 +247,9 @@ def launch(group: str) -> int:
     for call in calls_of(group):
         ran += bool(run(call))
         torch.cuda.synchronize()
-    if group == "others":  # a mask alone, which no op launches
+    if group == "others":  # what no op launches
         drawn_mask(Made("cuda", 1).dropout(), 13, 27)
+        check_longest(torch.arange(0, 2709, 9, dtype=torch.int32).cuda(), 9)  # 300 documents
         torch.cuda.synchronize()
     return ran
 

@@ -50,7 +50,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bias_dropout_add": ("bias_dropout_add", BIAS),
     "bias_dropout_add_backward": ("bias_dropout_add_backward", BIAS),
-    "check_longest_document": ("check_longest_document", {"documents": 3, "longest": 8}),
+    # no document is longer, whatever the memory holds that a test gives it
+    "check_longest_document": ("check_longest_document", {"documents": 3, "longest": 2**33}),
     "dropout_mask": ("dropout_mask", SHAPE | DRAWN),
     "dropped_bits": ("dropped_bits", SHAPE | DRAWN),
     "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT | {"weight_t": None}),

@@ -55,8 +55,9 @@ def wanted_products():
                 yield from (("fp8_block_grad_input", tile, False, False, rank, m) for m in masks)
             else:
                 kept = not how.startswith("turned")
-                yield from (("fp8_grad_input", tile, splits, kept, rank, m) for m in masks)
-                if kept:
+                if how != "fast forward":
+                    yield from (("fp8_grad_input", tile, splits, kept, rank, m) for m in masks)
+                if how in ("split", "fast forward"):
                     yield "fp8_linear_lora", tile, splits, False, rank, "none"
 
 
