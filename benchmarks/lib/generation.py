@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,6 +33,9 @@ class _Marks:
 
     def __init__(self, forward: Callable[..., Any], device: torch.device) -> None:
         self.forward, self.device = forward, device
+        self.__signature__ = inspect.signature(
+            forward
+        )  # by which `generate` makes masks and positions
         self.marks: list[Any] = []
 
     def __call__(self, **options: Any) -> Any:

@@ -12,6 +12,7 @@ its own. The prompt and the first token after it run eagerly, and the second tok
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +72,9 @@ class _TokenGraph:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
+        self.__signature__ = inspect.signature(
+            forward
+        )  # by which `generate` makes masks and positions
         self._forget()
 
     def _forget(self, cache: Any = None) -> None:
@@ -85,17 +89,20 @@ class _TokenGraph:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
         if given or cache is None or torch.is_grad_enabled():
             return self.forward(*given, **options)
-        if cache is not self.cache:
+        is_token = ids is not None and ids.shape[1] == 1
+        if (
+            cache is not self.cache or not is_token
+        ):  # a prompt: adapters may be others since the last one
             _check_cache(cache)
             self._forget(cache)
-        if ids is None or ids.shape[1] != 1 or not self.is_warm:
+        if not is_token or not self.is_warm:
             result = self.forward(**options)
             for name in ("hidden_states", "attentions"):
                 if getattr(result, name, None) is not None:
                     raise ValueError(
                         f"{name} must not be asked for: each token writes over the last one's"
                     )
-            self.is_warm = ids is not None and ids.shape[1] == 1
+            self.is_warm = is_token
             return result
         tensors = {name: value for name, value in options.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in options.items() if name not in tensors}
@@ -154,5 +161,14 @@ def _check_cache(cache: Any) -> None:
 
 
 def _addresses(cache: Any) -> list[int]:
-    tensors = ("keys", "values", "cumulative_length")
-    return [getattr(layer, name).data_ptr() for layer in cache.layers for name in tensors]
+    found = []
+    for layer in cache.layers:
+        for name in ("keys", "values", "cumulative_length"):
+            tensor = getattr(layer, name, None)
+            if not isinstance(tensor, Tensor):
+                raise ValueError(
+                    f"the cache must have its {name} in a tensor, found {tensor!r}: of this transformers' static cache "
+                    "no token can be captured"
+                )
+            found.append(tensor.data_ptr())
+    return found

@@ -28,6 +28,8 @@ from lorakernels.values import Dropout, Scaling
 
 MULTIPLE = 8  # of K, for csrc
 MAX_RANK = 256  # for csrc
+# where a block has less than 184,320 bytes of shared memory, which a higher rank asks for
+MAX_RANK_ELSEWHERE = 32
 Results = tuple[Tensor, Tensor, Tensor]
 
 
@@ -79,14 +81,20 @@ def why_not_csrc_kernel(
         return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
     if adapters_of(lora_A):
         return SEVERAL
-    if lora_A is not None and not 0 < lora_A.shape[0] <= MAX_RANK:
-        return f"rank {lora_A.shape[0]} is not in 1 to {MAX_RANK}"
+    most = max_rank(capability_of(x.device))
+    if lora_A is not None and not 0 < lora_A.shape[0] <= most:
+        return f"rank {lora_A.shape[0]} is not in 1 to {most}"
     for label, tensor in (("x", x), ("lora_A", lora_A)):
         if tensor is not None and (tensor.data_ptr() % 16 or not tensor.is_contiguous()):
             return (
                 f"{label} must be contiguous and 16-byte aligned, found strides {tensor.stride()}"
             )
     return None
+
+
+def max_rank(capability: tuple[int, int]) -> int:
+    """The highest rank that csrc's kernel takes, by the shared memory of a block."""
+    return MAX_RANK if capability[0] in (9, 10) else MAX_RANK_ELSEWHERE
 
 
 def _why_not_sizes(capability: tuple[int, int], k: int) -> str | None:
@@ -165,7 +173,8 @@ def chosen(place: Place) -> tuple[str, str]:
     if why_not := _why_not_sizes(place.capability, place.sizes[1] if place.sizes else MULTIPLE):
         return "torch", why_not
     needs_k = "" if place.sizes else f", K a multiple of {MULTIPLE}"
-    return "csrc", f"one read for bf16 and fp16, rank ≤ {MAX_RANK}{needs_k}; else PyTorch's"
+    most = max_rank(place.capability)
+    return "csrc", f"one read for bf16 and fp16, rank ≤ {most}{needs_k}; else PyTorch's"
 
 
 quantize_lora_down = define(

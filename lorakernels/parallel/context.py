@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -195,25 +196,26 @@ class ContextParallel:
         form: tuple[int, ...] | None = None
         try:
             given = self._given(labels, items, inputs)
-            form = (*labels.shape, "cu_seq_lens_q" in given.inputs)
+            form = (*labels.shape, "cu_seq_lens_q" in given.inputs, self.looks_at(given.inputs))
         except Exception as found:  # any: the other ranks wait below
             error = found
-        if not comm.alike(group, 3, form):
+        if not comm.alike(group, 4, form):
             with comm.together(group):
                 if error is not None:
                     raise error
             forms = [
-                [*rows, "with" if packed else "without"]
-                for *rows, packed in comm.agree(group, form)
+                [*rows, "cu_seq_lens_q" if packed else "position_ids" if places else "neither"]
+                for *rows, packed, places in comm.agree(group, form)
             ]
             raise ValueError(
-                f"all ranks must have equal rows [B, S], and cu_seq_lens_q on all or on none, found by rank {forms}"
+                "all ranks must have equal rows [B, S], and cu_seq_lens_q and position_ids on all or on none, found by "
+                f"rank {forms}"
             )
         return given
 
     def _given(self, labels: Tensor, items: Any, inputs: dict[str, Any]) -> _Given:
         own = self.own_inputs(labels, inputs)
-        if not isinstance(items, int | float | Tensor | None):
+        if not isinstance(items, Real | Tensor | None):
             raise TypeError(f"items must be a number, found {items!r}")
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
         count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items

@@ -119,7 +119,10 @@ def _misfit(rows: Tensor, positions: Any, starts: Any, longest: Any) -> str:
         return f"cu_seq_lens_q must be int32 [documents + 1], found {type(starts).__name__}"
     if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2):
         return f"cu_seq_lens_q must be int32 [documents + 1], found {starts.dtype} {list(starts.shape)}"
-    if not isinstance(longest, int | Tensor | None):
+    whole = isinstance(longest, int | None)
+    if isinstance(longest, Tensor):
+        whole = longest.numel() == 1 and not longest.is_floating_point()
+    if not whole:
         return f"max_length_q must be an integer, found {longest!r}"
     return ""
 

@@ -29,6 +29,7 @@ from lorakernels.parallel.pipeline_check import (
     check_shapes,
     fingerprint,
     generators,
+    own_inputs,
     places_of,
     slots_before,
     slots_of_stage,
@@ -170,7 +171,8 @@ class PipelineParallel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Collective: scale the gradients of all stages down to a norm of `max_norm`; the norm before, fp32 [].
 
-        `torch.nn.utils.clip_grad_norm_` sees this rank's gradients alone, and would scale each rank otherwise.
+        `torch.nn.utils.clip_grad_norm_` sees this rank's gradients alone, and would scale each rank otherwise. Over
+        shared rows `ContextParallel.reduce_gradients` comes first: until then ranks have other gradients.
         """
         device = next(self.model.parameters()).device
         grads = [p.grad for _, p in self._trained() if p.grad is not None]
@@ -246,14 +248,15 @@ class PipelineParallel:
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         context, ranks = self.context, 1
-        check_inputs(labels, inputs, self.microbatches, context is not None)
+        if context is None:
+            check_inputs(labels, inputs, self.microbatches, False)
+        else:
+            together = self.together if context.checks_places else nullcontext
+            inputs = own_inputs(context, together, labels, inputs, self.microbatches)
+            ranks = context.ranks.size
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
-        if context is not None:
-            inputs, ranks = context.own_inputs(labels, inputs), context.ranks.size
-            with self.together() if context.looks_at(inputs) else nullcontext():
-                context.look_at(inputs["input_ids"], inputs)
-            wanted = context.shard(wanted)
+        wanted = wanted if context is None else context.shard(wanted)
         return self.run(microbatches_of(wanted, inputs, self.microbatches, ranks), count, trains)
 
     def run(
@@ -343,7 +346,8 @@ class PipelineParallel:
             embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
             weight = embedding.weight.dtype
         if self.context is not None:
-            check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
+            with comm.together(self.ranks.group):
+                check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
         found = comm.agree(self.ranks.group, (shape, weight))
         check_shapes([other for other, _ in found], "have stages")
         schedule = self._engine(shape, found[0][1], trains, device)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.parallel import comm
 from lorakernels.parallel.context import NO_MASK, ContextParallel
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.pipeline_stages import ROWS, Absent, Places, Stage
@@ -181,6 +183,40 @@ def check_shapes(found: list[tuple[int, int]], whose: str) -> None:
                 f"rows must be equal on all ranks, found microbatches of {list(found[0])} on rank 0 and of "
                 f"{list(other)} on rank {rank} of those that {whose}"
             )
+
+
+def own_inputs(
+    context: ContextParallel,
+    together: Callable[[], AbstractContextManager[None]],
+    labels: Tensor,
+    inputs: dict[str, Any],
+    microbatches: int,
+) -> dict[str, Any]:
+    """This rank's part of rows that ranks share. Collective if `context.checks_places`.
+
+    Args:
+        context: the ranks that share rows.
+        together: collective at its end, where what one rank raises inside is raised on all.
+        labels, inputs, microbatches: as `check_inputs` takes them.
+
+    Raises:
+        ValueError: only some ranks have positions or document starts; or as `check_inputs` and `ContextParallel.loss`.
+        TypeError, RuntimeError: as these do.
+    """
+    with together():
+        check_inputs(labels, inputs, microbatches, True)
+        own = context.own_inputs(labels, inputs)
+    looks = [context.looks_at(own)]
+    if context.checks_places:
+        looks = comm.agree(context.ranks.group, looks[0])
+    with together():
+        if len({*looks}) > 1:
+            raise ValueError(
+                "position_ids and cu_seq_lens_q must be given on all ranks that share rows or on none, found them on "
+                f"ranks {[rank for rank, given in enumerate(looks) if given]} of {len(looks)}"
+            )
+        context.look_at(own["input_ids"], own)
+    return own
 
 
 def managed_by_graphs(layer: nn.Module) -> bool:

@@ -183,6 +183,7 @@ class PeerRows:
     def sum(
         self, whole: Tensor, factor: Tensor | None = None, added: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        self._refuse_if_broken()
         if whole.dtype == torch.float64:  # the kernel adds in fp32
             return CollectiveRows(self._group, "nccl").sum(whole, factor, added)
         whole = whole.contiguous()
@@ -391,18 +392,19 @@ class _PeersBeside:
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """Between the two waits of an exchange. What is raised there ends the copies, and all later exchanges.
+        """The products and copies of an exchange. What is raised there ends the copies, and all later exchanges.
 
         A capture ends, too, but nothing has run in it, so that later exchanges are as before.
         """
+        peers, before = self._peers, self._peers._broken
         try:
             yield
         except BaseException as error:
-            capturing = torch.cuda.is_current_stream_capturing()
+            peers._broken = before or str(error) or type(error).__name__
             with suppress(RuntimeError):  # of a capture or a device that failed: `error` says why
+                if torch.cuda.is_current_stream_capturing():
+                    peers._broken = before
                 self._join()  # before memory that they read serves others
-            if not capturing:
-                self._peers._broken = self._peers._broken or str(error) or type(error).__name__
             raise
 
     def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:

@@ -194,6 +194,12 @@ class NodeRun(NamedTuple):
     attributes: dict[str, Any]
 
 
+def _in_forward_mode() -> bool:
+    """Whether tangents may be computed; True where torch does not say, so that autograd is asked."""
+    level: int = getattr(forward_ad, "_current_level", 0)
+    return level >= 0
+
+
 def run_node(
     plan: NodePlan,
     given: Sequence[Tensor],
@@ -212,7 +218,7 @@ def run_node(
     """
     addresses = [t.data_ptr() for t in given]
     addresses += columns
-    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+    if not torch.is_grad_enabled() and not _in_forward_mode():
         # autograd's own part takes as long as a small layer's launches
         results = plan.forward.run(addresses, sites)
         return None if results is None else plan.returned(results, seen)

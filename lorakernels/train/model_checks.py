@@ -45,7 +45,6 @@ class Isolation(NamedTuple):
     rounding: float
 
 
-@torch.no_grad()
 def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
     """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
 
@@ -76,6 +75,7 @@ def _form(module: nn.Module) -> str:
     return f"{type(module).__name__}({', '.join(dtypes)})"
 
 
+@torch.no_grad()
 def check_model(model: Any) -> None:
     """Raise ModelError if this job would train the model wrongly. The model is left as it was.
 

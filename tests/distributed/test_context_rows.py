@@ -104,6 +104,10 @@ def on_one_rank(
             rows,
             {"cu_seq_lens_q": starts, "max_length_q": "all", "position_ids": own},
         ),
+        "two lengths": (
+            rows,
+            {"cu_seq_lens_q": starts, "max_length_q": torch.tensor([9, 9]), "position_ids": own},
+        ),
         "fewer rows": (rows[:1], {"position_ids": own[:1]}),
         "fewer tokens": (rows[:, :4], {"position_ids": own[:, :4]}),
         "starts on one": (rows, {"cu_seq_lens_q": starts, "position_ids": own}),
@@ -133,6 +137,7 @@ def wrong_losses(
         "one row": {"labels": labels[:1], "input_ids": tokens[:1]},
         "fewer tokens for loss": {"labels": labels[:, :8], "input_ids": tokens[:, :8]},
         "loss with starts": {"cu_seq_lens_q": starts, "position_ids": positions()},
+        "loss with positions": {"position_ids": torch.arange(LENGTH)[None]},
     }
     for name, change in wrong.items():
         given = right | change if rank else right
@@ -215,6 +220,7 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "a list of starts": "cu_seq_lens_q must be int32 [documents + 1], found list",
         "a list of positions": "position_ids must be [1 or 2, 8] as this rank's tokens, found list",
         "length in words": "max_length_q must be an integer, found 'all'",
+        "two lengths": "max_length_q must be an integer, found tensor([9, 9])",
         "fewer rows": "ranks with [1, 8] to [2, 8]",
         "fewer tokens": "ranks with [2, 4] to [2, 8]",
         "starts on one": "cu_seq_lens_q on all or on none",
@@ -227,9 +233,10 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "no rows": "loss needs input_ids or inputs_embeds",
         "odd rows": "must have a positive multiple of 4 tokens, found (2, 15)",
         "items in words": "items must be a number, found 'many'",
-        "one row": "found by rank [[2, 16, 'without'], [1, 16, 'without']]",
-        "fewer tokens for loss": "found by rank [[2, 16, 'without'], [2, 8, 'without']]",
-        "loss with starts": "found by rank [[2, 16, 'without'], [2, 16, 'with']]",
+        "one row": "found by rank [[2, 16, 'neither'], [1, 16, 'neither']]",
+        "fewer tokens for loss": "found by rank [[2, 16, 'neither'], [2, 8, 'neither']]",
+        "loss with starts": "found by rank [[2, 16, 'neither'], [2, 16, 'cu_seq_lens_q']]",
+        "loss with positions": "found by rank [[2, 16, 'neither'], [2, 16, 'position_ids']]",
         "right again": "nothing",
         "unlooked": "nothing",
     }

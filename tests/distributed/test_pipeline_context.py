@@ -307,6 +307,18 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["starts"] = refused(lambda: cut.forward_backward(labels, **packed))
     some = slice(0, 2 + 2 * (rank % 2))
     found["other rows"] = refused(lambda: cut.loss(labels[some], input_ids=tokens[some]))
+    last = rank == 3  # of a stage whose other rank is right
+    fewer = slice(0, 2 if last else 4)
+    found["other rows on one rank"] = refused(
+        lambda: cut.loss(labels[fewer], input_ids=tokens[fewer])
+    )
+    short = slice(0, 10 if last else LENGTH)
+    found["length on one rank"] = refused(
+        lambda: cut.loss(labels[:, short], input_ids=tokens[:, short])
+    )
+    found["positions on one rank"] = refused(
+        lambda: cut.loss(labels, input_ids=tokens, position_ids=places if last else None)
+    )
     found["right"] = refused(lambda: cut.forward_backward(labels, **inputs))
     context.close()
     whole = make(way, device)
@@ -329,6 +341,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "a jump on one rank": "position_ids must go up by one from token to token of a row",
         "starts": "cu_seq_lens_q must go up from 0 to all 48 tokens of 4 rows over 2 ranks, found 0 to 47",
         "other rows": "rows must be equal on all ranks, found microbatches of [1, 6] on rank 0 and of [2, 6] on rank 1",
+        "other rows on one rank": "rows must be equal on all ranks, found microbatches of [2, 6] on rank 0 and of [1",
+        "length on one rank": "rows over 2 ranks must have a positive multiple of 4 tokens, found (4, 10)",
+        "positions on one rank": "must be given on all ranks that share rows or on none, found them on ranks [1] of 2",
         "right": "nothing",
         "closed": "nothing",
         "as before": "True",

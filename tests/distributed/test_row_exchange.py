@@ -170,7 +170,7 @@ def one_of_two(done: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[PeerRo
 
 
 @pytest.mark.parametrize("capturing", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("way", ["gather", "sum", "sum, at first"])
+@pytest.mark.parametrize("way", ["gather", "sum", "sum, at first", "sum with"])
 def test_an_exchange_that_breaks_off_is_the_last(
     way: str, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,9 +187,14 @@ def test_an_exchange_that_breaks_off_is_the_last(
         return x[at]
 
     with pytest.raises(MemoryError, match="no memory for y"):
-        beside.gather(product, [x]) if way == "gather" else beside.sum(product, 4)
-    before = {"gather": ["barrier", "send"], "sum": ["barrier", "send"], "sum, at first": []}
-    assert done == [*before[way], "join"]
+        if way == "gather":
+            beside.gather(product, [x])
+        elif way == "sum with":
+            beside.sum_with(product, 4, Branch(x, lambda factor: [], None))
+        else:
+            beside.sum(product, 4)
+    before = {"sum, at first": [], "sum with": ["barrier", "send", "barrier"]}
+    assert done == [*before.get(way, ["barrier", "send"]), "join"]
     exchanges = (
         lambda: rows.gather(x),
         lambda: rows.sum(x),
@@ -206,6 +211,9 @@ def test_an_exchange_that_breaks_off_is_the_last(
             with pytest.raises(RuntimeError, match=r"broke off on this rank \(no memory for y\)"):
                 exchange()
             assert not done
+    if not capturing:  # which a collective would add
+        with pytest.raises(RuntimeError, match="broke off on this rank"):
+            rows.sum(x.double())
 
 
 @pytest.mark.parametrize(

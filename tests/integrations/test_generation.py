@@ -90,6 +90,37 @@ def test_tokens_are_those_without_a_graph(fused: bool, stand: Stand) -> None:
     assert stand.captures == 4 and stand.replays == 5 + 5 + 1 + 6
 
 
+def test_masks_and_positions_are_made_as_without_a_graph(stand: Stand) -> None:
+    """By the forward's signature: for pad ids without a mask, and for rows that begin later. In 16 bits they show."""
+    model, x = adapted("Llama", LINEARS, fp8=DelayedScaling(), dtype=torch.bfloat16), tokens(2, 5)
+    model.eval()
+    x[0, :2] = 0
+    logits = {"output_logits": True, "return_dict_in_generate": True}
+    later = torch.ones_like(x)
+    later[0, :2] = 0
+    calls: list[dict[str, Any]] = [{}, {"attention_mask": later}]
+    for call in calls:
+        expected: Any = said(model, x, **call, **logits)
+        with graphed_generation(model):
+            found: Any = said(model, x, **call, **logits)
+        assert [t.shape for t in found.logits] == [t.shape for t in expected.logits]
+        assert all(map(torch.equal, found.logits, expected.logits))
+
+
+def test_a_prompt_in_a_kept_cache_has_a_graph_of_its_own(stand: Stand) -> None:
+    """Adapters may be merged or switched between."""
+    from transformers import StaticCache
+
+    model, x = model_of(fused=False), tokens(2, 5)
+    cache = StaticCache(model.config, max_cache_len=12)
+    kept = {"past_key_values": cache, "cache_implementation": None}
+    with graphed_generation(model):
+        said(model, x, **kept)
+        cache.reset()
+        said(model, x, **kept)
+    assert stand.captures == 2
+
+
 def test_a_model_inside_of_peft_s(stand: Stand) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -175,8 +206,11 @@ def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
     mask = torch.ones_like(x)
     mask[0, :2] = 0
     calls: list[dict[str, Any]] = [{}, {"attention_mask": mask}]
+    logits = {"output_logits": True, "return_dict_in_generate": True}
     for call in calls:
-        expected = said(model, x, **call)
+        expected: Any = said(model, x, **call, **logits)
         with graphed_generation(model):
             for _ in range(2):  # the second call has a cache and a graph of its own
-                assert torch.equal(said(model, x, **call), expected)
+                found: Any = said(model, x, **call, **logits)
+                assert torch.equal(found.sequences, expected.sequences)
+                assert all(map(torch.equal, found.logits, expected.logits))

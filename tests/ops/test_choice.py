@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from unittest import mock
 
 import pytest
+import torch
 
 from lorakernels import _C, device
 from lorakernels.ops.choice import implementations
@@ -83,3 +85,19 @@ def test_what_a_gpu_runs_that_csrc_was_compiled_for(capability, built_for_all):
 def test_unknown_device():
     with pytest.raises(ValueError, match="found 'mps'"):
         implementations("mps")
+
+
+@pytest.mark.parametrize(
+    ("capability", "most"), [((8, 0), 32), ((8, 9), 32), ((9, 0), 256)], ids=str
+)
+def test_ranks_that_ask_for_more_shared_memory_than_a_gpu_has_are_not_csrc_s(
+    capability: tuple[int, int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("lorakernels.ops.quantize_lora_down")
+    monkeypatch.setattr(module, "capability_of", lambda _: capability)
+    monkeypatch.setattr(module, "why_not_csrc", lambda _: None)
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    for rank in (most, most + 1):
+        lora_A = torch.zeros(rank, 64, dtype=torch.bfloat16)
+        why_not = module.why_not_csrc_kernel(x, lora_A, None, None)
+        assert why_not == (None if rank == most else f"rank {rank} is not in 1 to {most}")

@@ -59,8 +59,11 @@ def test_right_models_change_nothing_with_their_places(
 ) -> None:
     model = small(kind, "eager" if kind == "gemma2" else "sdpa", **more)
     apply_lora(model, LoRAConfig(r=2, target_modules="all-linear", fp8=fp8))
+    computes = []
+    model.register_forward_pre_hook(lambda *_: computes.append(torch.is_grad_enabled()))
     check_model(model)
     assert model.training, "left as it was"
+    assert not any(computes), "whole weights that are lent would stay in an autograd graph"
     model.eval()
     assert isolation(model).neighbour == 0, "every token keeps its column, every tensor its amax"
 
