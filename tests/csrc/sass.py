@@ -56,6 +56,12 @@ class Function:
             found.append(targets + [i + 1] * (not ends and i + 1 < len(self.code)))
         return found
 
+    def loops(self) -> list[range]:
+        """The code from each jump's target to the jump behind it."""
+        return [
+            range(to, at + 1) for at, nexts in enumerate(self._next) for to in nexts if to <= at
+        ]
+
     def reached(self, start: int, but: Iterable[int] = ()) -> set[int]:
         """What may run after instruction `start`, on ways that do not go through any of `but`."""
         found, waiting, closed = set[int](), [*self._next[start]], set(but)

@@ -45,16 +45,17 @@ DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
 HIGHEST_RANK_REGISTERS = (
     255  # quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
 )
+LOW_TILE_REGISTERS = 255  # fp8_gemm_kernel<…, Shape::kLow, …>: one block of 256 threads
 SPILLED_BYTES = {  # of a thread; all branches
     "fp8_gemm_kernel": 64,
     "fp8_block_gemm_kernel": 48,
     "lora_grad_a_kernel": 8,
 }
 # The same by branch, as loads and stores in the code: (where a kernel multiplies, what of a kernel's warps helps).
-# fp8_gemm's helpers draw a mask with 40 to 56 registers, while others multiply. An address of its 128 × 256 tiles of dx
-# leaves the registers once a tile. lora_grad_a writes and reads 4 bytes a step, where it draws at rank 32.
+# fp8_gemm's helpers draw a mask with 40 to 56 registers, while others multiply. Its largest tiles spill addresses a few
+# times a tile, outside of the loop over depth. lora_grad_a writes and reads 4 bytes a step, where it draws at rank 32.
 SPILLS = {
-    "fp8_gemm_kernel": (2, 23),
+    "fp8_gemm_kernel": (7, 23),
     "fp8_block_gemm_kernel": (0, 23),
     "lora_grad_a_kernel": (2, 0),
 }
@@ -92,6 +93,8 @@ def bound_of(kernel: str, entry: str) -> int:
         return DRAWING_REGISTERS
     if kernel == "quantize_lora_down_panels_kernel" and "Li256E" in entry:
         return HIGHEST_RANK_REGISTERS
+    if kernel == "fp8_gemm_kernel" and "ShapeE0E" in entry:
+        return LOW_TILE_REGISTERS
     return 64 if true and kernel.startswith("bias_dropout_add") else REGISTERS[kernel]
 
 
@@ -218,9 +221,17 @@ def spills(function: Function) -> tuple[set[int], set[int]]:
 
 
 def in_inner_loops(function: Function, places: set[int]) -> bool:
-    """Whether one may run twice for one tile, whose end is that all threads write sums to shared memory (STSM)."""
-    ends = function.places("STSM")
-    return any(place in function.reached(place, ends) for place in places)
+    """Whether one is in a tile's loop over depth.
+
+    Such a loop has FP8 products (QGMMA), and not a tile's end, where all threads write sums to shared memory (STSM).
+    """
+    ends, products = function.places("STSM"), function.places("QGMMA")
+    inner = [
+        loop
+        for loop in function.loops()
+        if any(i in loop for i in products) and not any(i in loop for i in ends)
+    ]
+    return any(place in loop for place in places for loop in inner)
 
 
 def waits_for_registers(function: Function, at_launch: int) -> int:

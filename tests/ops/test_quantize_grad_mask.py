@@ -76,12 +76,13 @@ def test_a_mask_is_handed_over_only_to_kernels_that_read_it(
     with FakeTensorMode():
         assert asked() == hands
         assert not asked(p=0.0) and not asked(dtype=torch.float32) and not asked(scale_inv=False)
-        assert not asked(ranks=129) and not asked(col0=4)
+        assert not asked(ranks=257) and not asked(col0=4)
         assert asked(ranks=64, side=SideBySide([8, n - 8], [64, 64])) == hands
-        assert not asked(ranks=64, side=SideBySide([8, 8, n - 16], [64, 64, 64]))
+        assert asked(ranks=64, side=SideBySide([8, 8, n - 16], [64, 64, 64])) == hands
+        assert not asked(ranks=64, side=SideBySide([4, 4, 8, 8, n - 24], [64] * 5))
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert asked(), "a trace does not ask for kernels"
-        assert not asked(p=0.0) and not asked(ranks=129) and not asked(scale_inv=False)
+        assert not asked(p=0.0) and not asked(ranks=257) and not asked(scale_inv=False)
 
 
 @pytest.mark.parametrize(
