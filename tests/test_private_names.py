@@ -33,7 +33,6 @@ OTHERS = {
     "_scaled_mm": TORCH,
     "_assert_async": TORCH,
     "_cdata": TORCH,
-    "_current_level": TORCH,
     "_get_backend": TORCH,
     "_init_handles": "Triton loads a kernel that was compiled by it",
     "_foreach_copy_": TORCH,
