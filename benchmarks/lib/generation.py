@@ -33,9 +33,8 @@ class _Marks:
 
     def __init__(self, forward: Callable[..., Any], device: torch.device) -> None:
         self.forward, self.device = forward, device
-        self.__signature__ = inspect.signature(
-            forward
-        )  # by which `generate` makes masks and positions
+        # `generate` makes masks and positions by it
+        self.__signature__ = inspect.signature(forward)
         self.marks: list[Any] = []
 
     def __call__(self, **options: Any) -> Any:

@@ -29,14 +29,15 @@ def graphed_generation(model: Any) -> Iterator[None]:
     """Within, `model.generate` replays a CUDA graph for each token but the first two of a call.
 
     It takes causal models of transformers on one GPU, ours and others, also inside of PEFT's. Other calls, without a
-    cache or with gradients, run as before. Tokens are those of the same call without the graph.
+    cache or with gradients, run as before. A graph has the kernels of the same call without it.
 
     Args:
         model: a causal model of transformers in evaluation, or PEFT's model around one.
 
     Raises:
         ValueError: at entry, the model is in training mode, not on a GPU, or a module has a forward hook, which replays
-            would not run. In `generate`, the cache is not static, or hidden states or attentions are asked for.
+            would not run. In `generate`, the cache is not static, or counts its tokens on the host, or hidden states or
+            attentions are asked for.
         RuntimeError: in `generate`, a token's call differs from the captured one in more than values, or the cache's
             tensors were replaced, as beam search does.
     """
@@ -72,9 +73,8 @@ class _TokenGraph:
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        self.__signature__ = inspect.signature(
-            forward
-        )  # by which `generate` makes masks and positions
+        # `generate` makes masks and positions by it
+        self.__signature__ = inspect.signature(forward)
         self._forget()
 
     def _forget(self, cache: Any = None) -> None:
@@ -90,9 +90,8 @@ class _TokenGraph:
         if given or cache is None or torch.is_grad_enabled():
             return self.forward(*given, **options)
         is_token = ids is not None and ids.shape[1] == 1
-        if (
-            cache is not self.cache or not is_token
-        ):  # a prompt: adapters may be others since the last one
+        if cache is not self.cache or not is_token:
+            # a prompt: adapters may be others since the last one
             _check_cache(cache)
             self._forget(cache)
         if not is_token or not self.is_warm:

@@ -378,8 +378,10 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
 
 
 def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Module]:
-    """Collective: the model's decoder layers, of its stages on this rank if it was cut. Errors are those of
-    `context_parallel`."""
+    """Collective: the model's decoder layers; if it was cut, those of this rank's stages.
+
+    Errors are those of `context_parallel`.
+    """
     with comm.together(ranks.group):
         config = getattr(model, "config", None)
         if config is None or not hasattr(config, "get_text_config"):

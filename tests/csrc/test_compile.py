@@ -42,9 +42,8 @@ REGISTERS = {
     "bias_grad_kernel": 64,
 }
 DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
-HIGHEST_RANK_REGISTERS = (
-    255  # quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
-)
+# quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
+HIGHEST_RANK_REGISTERS = 255
 LOW_TILE_REGISTERS = 255  # fp8_gemm_kernel<…, Shape::kLow, …>: one block of 256 threads
 SPILLED_BYTES = {  # of a thread; all branches
     "fp8_gemm_kernel": 64,
