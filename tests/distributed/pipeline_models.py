@@ -24,6 +24,7 @@ from tests.distributed.tensor_models import gradients_at
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
 
 STEPS, LENGTH = 5, 12
+Steps = list[tuple[dict[str, Tensor], dict[str, Tensor]]]  # of `train`
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def train(
     device: torch.device,
     cut: PipelineParallel | None,
     after_step: Callable[[], object] = lambda: None,
-) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+) -> Steps:
     """[(values before, {"loss" and gradients, FP8 state})] of each step of plain descent."""
     torch.manual_seed(9)
     found, start = [], torch.get_rng_state()
@@ -204,19 +205,11 @@ def train(
     return found
 
 
-def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
-    """What is not equal to one process, to the bit; differences from float64 without dropout and FP8."""
-    whole, model = make(way, device), make(way, device)
-    double = None
-    if not (way.fp8 or way.dropout or way.fused):
-        double = exact(copy.deepcopy(whole))
-    elif way.fused and not (way.fp8 or way.dropout):
-        plain = Way("", way.layers, family=way.family, model=way.model, lora=way.lora)
-        double = exact(make(plain, torch.device("cpu")))
-    cut = pipeline_parallel(model, mesh, microbatches=way.microbatches, chunks=way.chunks)
-    expected = train(whole, way, device, None)
-    found = train(model, way, device, cut)
-    cut.check()
+def differences(expected: Steps, found: Steps, way: Way, double: Any) -> dict[str, Any]:
+    """What is not equal to the bit, and errors beside `expected` and beside `double` in float64, None if there is none.
+
+    expected, found: what `train` returned for one model's way and another's.
+    """
     unequal, errors, alones = [], {}, {}
     for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
         assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
@@ -231,12 +224,27 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
             for name, value in gradients_at(double, values, loss).items():
                 errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
                 alones[f"{name} in step {step}, float64"] = relative(theirs[name].cpu(), value)
+    return {"unequal": unequal, "errors": errors, "errors of one process": alones}
+
+
+def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
+    """What is not equal to one process, to the bit; differences from float64 without dropout and FP8."""
+    whole, model = make(way, device), make(way, device)
+    double = None
+    if not (way.fp8 or way.dropout or way.fused):
+        double = exact(copy.deepcopy(whole))
+    elif way.fused and not (way.fp8 or way.dropout):
+        plain = Way("", way.layers, family=way.family, model=way.model, lora=way.lora)
+        double = exact(make(plain, torch.device("cpu")))
+    cut = pipeline_parallel(model, mesh, microbatches=way.microbatches, chunks=way.chunks)
+    expected = train(whole, way, device, None)
+    found = train(model, way, device, cut)
+    cut.check()
+    apart = differences(expected, found, way, double)
     alone = comm.agree(cut.ranks.group, {n: float(x.sum()) for n, x in found[-1][1].items()})
     own = [n for n, _ in model.named_parameters()]
     return {
-        "unequal": unequal,
-        "errors": errors,
-        "errors of one process": alones,
+        **apart,
         "ranks equal": all(other == alone[0] for other in alone),
         "own": own,
         "said": str(cut),

@@ -7,7 +7,6 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,13 +35,11 @@ from tests.distributed.pipeline_models import (
     STEPS,
     Way,
     batch,
-    loss_in_double,
+    differences,
     make,
     step_alone,
     train,
 )
-from tests.distributed.tensor_layers import relative
-from tests.distributed.tensor_models import gradients_at
 from tests.distributed.test_pipeline import refused
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import FP32, LINEARS, exact, fp8_state
@@ -105,24 +102,10 @@ def compare(device: torch.device, way: Way, mesh: Any, replays: bool = False) ->
     found = train(model, way, device, cut, manager.end_iteration if replays else lambda: None)
     cut.check()
     context.check()
-    unequal, errors = [], {}
-    for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
-        assert theirs.keys() == ours.keys(), theirs.keys() ^ ours.keys()
-        unequal += [f"{n} in step {step}" for n in ours if not torch.equal(ours[n], theirs[n])]
-        errors |= {
-            f"{n} in step {step}": relative(ours[n], theirs[n])
-            for n in ours
-            if n != "generator" and theirs[n].is_floating_point()
-        }
-        if double is not None and values:
-            loss = partial(loss_in_double, double, *batch(step, way, torch.device("cpu")), way)
-            for name, value in gradients_at(double, values, loss).items():
-                errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
     sums = {f"{i} {n}": float(x.sum()) for i, (_, r) in enumerate(found) for n, x in r.items()}
     alone = comm.agree(dist.group.WORLD, sums)
     result = {
-        "unequal": unequal,
-        "errors": errors,
+        **differences(expected, found, way, double),
         "ranks equal": all(other == alone[0] for other in alone),
         "steps": len(found),
     }
