@@ -29,7 +29,7 @@ def ops(load: Load) -> Any:
 )
 def test_a_page_holds_what_the_committed_results_say(report: Any, page: str) -> None:
     text = (report.ROOT / page).read_text(encoding="utf-8")
-    expected = report.PAGES[page](report.read(report.RESULTS))
+    expected = report.PAGES[page](report.records(report.RESULTS))
     assert report.between_markers(text) == expected, "run `python benchmarks/report/pages.py`"
 
 
@@ -99,7 +99,7 @@ def test_every_op_of_the_table_names_columns_of_its_benchmark(ops: Any, load: Lo
 def test_every_picture_is_drawn_from_the_committed_results(report: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.report.plots")
-    results = report.read(report.RESULTS) | report.read(report.SEVERAL)
+    results = report.read(report.RESULTS) | report.read(report.H100)
     losses = {"one GPU": "2.0", "tp 2": "2.1"}
     rows = [{"way": way, "step": "0", "loss": loss} for way, loss in losses.items()]
     results.setdefault("quality_ranks_curves", rows)
