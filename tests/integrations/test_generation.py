@@ -194,6 +194,40 @@ def test_a_call_that_is_not_the_captured_one_is_refused(stand: Stand) -> None:
         assert stand.replays == replays == 2
 
 
+def test_a_sliding_window_is_refused_without_the_hint_that_was_followed(stand: Stand) -> None:
+    model = plain_model("Mistral").eval()
+    model.config.sliding_window = 4
+    message = r"of \['StaticSlidingWindowLayer'\]: .* count their tokens on the host"
+    with graphed_generation(model), pytest.raises(ValueError, match=message):
+        said(model, tokens(1, 9))
+
+
+def test_generate_compiles_nothing_of_it(stand: Stand) -> None:
+    """On a GPU `generate` compiles the forward over a static cache; here it is told to."""
+    from torch._dynamo.utils import counters
+    from transformers import CompileConfig
+
+    model, x = model_of(fused=False), tokens(1, 5)
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    expected = said(model, x)
+    torch._dynamo.reset()
+    counters.clear()
+    with graphed_generation(model):
+        found = said(model, x, disable_compile=False, compile_config=config)
+    assert torch.equal(found, expected) and stand.replays == 5
+    assert not counters["frames"]
+
+
+def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
+    model, x = model_of(fused=True), tokens(2, 5)
+    state = model.model.layers[0].self_attn.q_proj.fp8_state
+    before = [t.clone() for t in (state.forward, state.backward)]
+    with graphed_generation(model):
+        said(model, x)
+    assert all(map(torch.equal, (state.forward, state.backward), before))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
 def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
@@ -210,7 +244,9 @@ def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
     for call in calls:
         expected: Any = said(model, x, **call, **logits)
         with graphed_generation(model):
-            for _ in range(2):  # the second call has a cache and a graph of its own
-                found: Any = said(model, x, **call, **logits)
+            # the second call has a cache and a graph of its own, and is not told to compile nothing
+            for disable_compile in (True, False):
+                options = {**call, **logits, "disable_compile": disable_compile}
+                found: Any = said(model, x, **options)
                 assert torch.equal(found.sequences, expected.sequences)
                 assert all(map(torch.equal, found.logits, expected.logits))
