@@ -229,8 +229,9 @@ def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("disable_compile", [True, False], ids=["compile disabled", "compile allowed"])
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
-def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
+def test_tokens_of_a_gpu_s_graph(fused: bool, disable_compile: bool) -> None:
     torch.manual_seed(0)
     kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
     sizes = {"hidden_size": 128, "intermediate_size": 256}
@@ -244,9 +245,7 @@ def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
     for call in calls:
         expected: Any = said(model, x, **call, **logits)
         with graphed_generation(model):
-            # the second call has a cache and a graph of its own, and is not told to compile nothing
-            for disable_compile in (True, False):
-                options = {**call, **logits, "disable_compile": disable_compile}
-                found: Any = said(model, x, **options)
+            for _ in range(2):  # the second call has a cache and a graph of its own
+                found: Any = said(model, x, **call, **logits, disable_compile=disable_compile)
                 assert torch.equal(found.sequences, expected.sequences)
                 assert all(map(torch.equal, found.logits, expected.logits))
