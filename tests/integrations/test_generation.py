@@ -229,7 +229,9 @@ def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("disable_compile", [True, False], ids=["compile disabled", "compile allowed"])
+@pytest.mark.parametrize(
+    "disable_compile", [True, False], ids=["compile disabled", "compile allowed"]
+)
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
 def test_tokens_of_a_gpu_s_graph(fused: bool, disable_compile: bool) -> None:
     torch.manual_seed(0)
