@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.lib.generation import repeatable_attention
 from lorakernels import DelayedScaling
 from lorakernels.integrations import generation
 from lorakernels.integrations.generation import graphed_generation
@@ -21,6 +22,7 @@ from tests.fusion.fused_models import model_of as plain_model
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
 class Stand:
@@ -68,9 +70,9 @@ def model_of(fused: bool) -> nn.Module:
     return fused_copy(made)[0] if fused else made
 
 
-def said(model: Any, x: Tensor, **options: Any) -> Tensor:
-    found: Tensor = model.generate(x, **{**OPTIONS, **STATIC, **options})
-    return found
+def said(model: Any, x: Tensor, **options: Any) -> Any:
+    """Tokens [B, T + new]; with LOGITS transformers' result, which has them and the logits."""
+    return model.generate(x, **{**OPTIONS, **STATIC, **options})
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
@@ -95,14 +97,13 @@ def test_masks_and_positions_are_made_as_without_a_graph(stand: Stand) -> None:
     model, x = adapted("Llama", LINEARS, fp8=DelayedScaling(), dtype=torch.bfloat16), tokens(2, 5)
     model.eval()
     x[0, :2] = 0
-    logits = {"output_logits": True, "return_dict_in_generate": True}
     later = torch.ones_like(x)
     later[0, :2] = 0
     calls: list[dict[str, Any]] = [{}, {"attention_mask": later}]
     for call in calls:
-        expected: Any = said(model, x, **call, **logits)
+        expected = said(model, x, **call, **LOGITS)
         with graphed_generation(model):
-            found: Any = said(model, x, **call, **logits)
+            found = said(model, x, **call, **LOGITS)
         assert [t.shape for t in found.logits] == [t.shape for t in expected.logits]
         assert all(map(torch.equal, found.logits, expected.logits))
 
@@ -234,20 +235,45 @@ def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
 )
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
 def test_tokens_of_a_gpu_s_graph(fused: bool, disable_compile: bool) -> None:
-    torch.manual_seed(0)
-    kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
-    sizes = {"hidden_size": 128, "intermediate_size": 256}
-    model = adapted("Llama", LINEARS, model=sizes, **kind).eval()
-    model = fused_copy(model)[0] if fused else model
+    """cuDNN's attention does not repeat its bits for a token (docs/facts.md, P9)."""
+    model = gpu_model(fused, {"hidden_size": 128, "intermediate_size": 256})
     x = tokens(2, 5, "cuda")
     mask = torch.ones_like(x)
     mask[0, :2] = 0
     calls: list[dict[str, Any]] = [{}, {"attention_mask": mask}]
-    logits = {"output_logits": True, "return_dict_in_generate": True}
     for call in calls:
-        expected: Any = said(model, x, **call, **logits)
-        with graphed_generation(model):
-            for _ in range(2):  # the second call has a cache and a graph of its own
-                found: Any = said(model, x, **call, **logits, disable_compile=disable_compile)
-                assert torch.equal(found.sequences, expected.sequences)
-                assert all(map(torch.equal, found.logits, expected.logits))
+        with repeatable_attention():
+            expected = said(model, x, **call, **LOGITS)
+            with graphed_generation(model):
+                for _ in range(2):  # the second call has a cache and a graph of its own
+                    found = said(model, x, **call, **LOGITS, disable_compile=disable_compile)
+                    assert_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 63, 64, 65])
+def test_many_rows_say_the_same_fused_or_not_and_by_a_graph(rows: int) -> None:
+    """The amax of all rows scales each of them, so that one bit of one row that differs would show in the others."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    x = tokens(rows, 33, "cuda")
+    with repeatable_attention():
+        for kind in ({}, {"cache_implementation": None}):
+            unfused, fused = (said(gpu_model(f, sizes), x, **kind, **LOGITS) for f in (False, True))
+            assert_equal(fused, unfused)
+        for f in (False, True):
+            model = gpu_model(f, sizes)
+            expected = said(model, x, **LOGITS)
+            with graphed_generation(model):
+                assert_equal(said(model, x, **LOGITS), expected)
+
+
+def gpu_model(fused: bool, sizes: dict[str, int]) -> Any:
+    torch.manual_seed(0)
+    kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
+    model = adapted("Llama", LINEARS, model=sizes, **kind).eval()
+    return fused_copy(model)[0] if fused else model
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))
