@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lib.generation import repeatable_attention
-from lorakernels import DelayedScaling
+from lorakernels import BlockScaling, DelayedScaling
 from lorakernels.integrations import generation
 from lorakernels.integrations.generation import graphed_generation
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, tokens
