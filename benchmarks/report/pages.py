@@ -27,6 +27,7 @@ from benchmarks.report.recipes import recipes
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 SEVERAL = RESULTS.parent / "h100"  # of several GPUs
+ELSEWHERE = {"generate": "h100"}  # what was measured on another GPU alone
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
@@ -38,9 +39,12 @@ SHAPES = {
 
 
 def read(folder: Path) -> dict[str, list[Row]]:
-    """Name → rows of every CSV in `folder`."""
+    """Name → rows of every CSV in `folder`, and of those of ELSEWHERE that it lacks."""
     result = {}
-    for path in sorted(folder.glob("*.csv")):
+    others = [folder.parent / place / f"{name}.csv" for name, place in ELSEWHERE.items()]
+    paths = {path.stem: path for path in others if path.exists()}
+    paths |= {path.stem: path for path in folder.glob("*.csv")}
+    for path in sorted(paths.values(), key=lambda path: path.stem):
         with path.open(newline="", encoding="utf-8") as file:
             result[path.stem] = list(csv.DictReader(file))
     return result
@@ -52,6 +56,7 @@ def tables(results: dict[str, list[Row]]) -> str:
     parts = [
         _finetune_table(results.get("finetune", [])),
         _users_table(results.get("check_gpu", [])),
+        _generate_table(results.get("generate", [])),
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
@@ -289,6 +294,29 @@ def _users_table(rows: list[Row]) -> str:
         '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000. '
         "Compiled layers, Trainer and SFTTrainer are divided by PEFT's in the same form "
         f"(`make check-gpu`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _generate_table(rows: list[Row]) -> str:
+    """transformers' generate: a line for each provider and way of its forwards."""
+    if not rows:
+        return ""
+    head = ["model, prompt, rows", "", "forwards", "a token, ms", "tokens/s", "÷ HF + PEFT", ""]
+    lines, before = [head, ["---"] * len(head)], ""
+    for row in rows:
+        what = f"{row['model']}, {row['prompt']}, {row['batch']}"
+        ms, rest = row["ms a token"], [row[name] or "–" for name in ("tokens/s", "÷ peft")]
+        took = f"{ms} ({row['repeatable ms']})" if ms else "–"
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        cells = [row["provider"], row["forwards"], took, *rest, why]
+        lines.append(["" if what == before else what, *cells])
+        before = what
+    title = (
+        "transformers' `generate`, adapters of R = 16 on all linear layers, switched on, random weights. "
+        "÷ is by HF + PEFT's bf16 with the same forwards: eager ones, or one graph that is replayed for each token. In "
+        "brackets is the one run without cuDNN's attention, in which all tokens are compared "
+        f"(`make bench BENCH=generate`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 

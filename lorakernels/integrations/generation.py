@@ -30,8 +30,8 @@ def graphed_generation(model: Any) -> Iterator[None]:
     """Within, `model.generate` replays a CUDA graph for each token but the first two of a call.
 
     It takes causal models of transformers on one GPU, ours and others, also inside of PEFT's. Other calls, without a
-    cache or with gradients, run as before. A graph has the kernels of the same call without it. What a call of the model
-    itself returns, the next token's writes over; `generate` keeps copies.
+    cache or with gradients, run as before. A graph has the kernels of the same call without it. Its result is written
+    over by the next token's; `generate` keeps copies.
 
     Args:
         model: a causal model of transformers in evaluation, or PEFT's model around one.

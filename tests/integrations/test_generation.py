@@ -229,6 +229,19 @@ def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
     assert all(map(torch.equal, (state.forward, state.backward), before))
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=["one scale", "blocks"])
+def test_rows_read_each_other_s_amax_but_in_blocks(recipe: Any) -> None:
+    """So one bit of one row moves the logits of all rows under DelayedScaling (docs/facts.md, P10)."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    model = adapted("Llama", LINEARS, model=sizes, fp8=recipe).eval()
+    x = tokens(8, 5)
+    other = x.clone()
+    other[1:] = tokens(7, 5)
+    one, two = (said(model, of, max_new_tokens=1, **LOGITS).logits[0][0] for of in (x, other))
+    assert torch.equal(one, two) == isinstance(recipe, BlockScaling)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "disable_compile", [True, False], ids=["compile disabled", "compile allowed"]
