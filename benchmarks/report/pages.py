@@ -27,7 +27,7 @@ from benchmarks.report.recipes import recipes
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
 H100 = RESULTS.parent / "h100"
-MADE_BY_H100 = ("quality_recipes",)  # records that stand in no other folder
+MADE_BY_H100 = ("generate", "quality_recipes")  # records that stand in no other folder
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
@@ -61,6 +61,7 @@ def tables(results: dict[str, list[Row]]) -> str:
     parts = [
         _finetune_table(results.get("finetune", [])),
         _users_table(results.get("check_gpu", [])),
+        _generate_table(results.get("generate", [])),
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
@@ -299,6 +300,29 @@ def _users_table(rows: list[Row]) -> str:
         '"8b/8" is 8 layers of 8B widths, "1b" 16 of 1B\'s, vocabulary 32,000. '
         "Compiled layers, Trainer and SFTTrainer are divided by PEFT's in the same form "
         f"(`make check-gpu`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
+def _generate_table(rows: list[Row]) -> str:
+    """transformers' generate: a line for each provider and way of its forwards."""
+    if not rows:
+        return ""
+    head = ["model, prompt, rows", "", "forwards", "a token, ms", "tokens/s", "÷ HF + PEFT", ""]
+    lines, before = [head, ["---"] * len(head)], ""
+    for row in rows:
+        what = f"{row['model']}, {row['prompt']}, {row['batch']}"
+        ms, rest = row["ms a token"], [row[name] or "–" for name in ("tokens/s", "÷ peft")]
+        took = f"{ms} ({row['repeatable ms']})" if ms else "–"
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        cells = [row["provider"], row["forwards"], took, *rest, why]
+        lines.append(["" if what == before else what, *cells])
+        before = what
+    title = (
+        "transformers' `generate`, adapters of R = 16 on all linear layers, switched on, random weights. "
+        "÷ is by HF + PEFT's bf16 with the same forwards: eager ones, or one graph that is replayed for each token. In "
+        "brackets is the one run without cuDNN's attention, in which all tokens are compared "
+        f"(`make bench BENCH=generate`; {run_of(rows)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 

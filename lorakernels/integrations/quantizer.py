@@ -4,7 +4,7 @@
     from lorakernels.integrations.quantizer import LoRAKernelsConfig
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", quantization_config=LoRAKernelsConfig())
-    apply_lora(model, lora)                       # or PEFT, with `register`
+    apply_lora(model, lora)                       # or PEFT, with `register(config, model=model)`
 
 All linear layers but the output head become FrozenFP8Linears, with one FP8State per device. They are quantized tensor
 by tensor, as they are read, to the same bytes as in `load_quantized`. The model then counts as an ordinary one: Trainer

@@ -47,6 +47,16 @@ def test_adapters_are_shown_where_a_row_of_a_sharded_base_names_them(report: Any
     assert "| 64, all | sharded |" in report.tables({"sharded_base": [*old, told]})
 
 
+def test_generate_is_a_line_for_each_provider_and_way(report: Any) -> None:
+    row = {"model": "8b", "prompt": "512", "batch": "64", "provider": "ours", "forwards": "eager"}
+    row |= {"ms a token": "6.5", "repeatable ms": "6.6", "tokens/s": "9846.2", "÷ peft": "0.646"}
+    row |= {"check": "ok", "device": "cuda: NVIDIA H100", "torch": "2.11", "commit": "abc"}
+    failed = {**row, "forwards": "one graph", "ms a token": "", "check": "WRONG: other tokens"}
+    text = report.tables({"generate": [row, failed]})
+    assert "| 8b, 512, 64 | ours | eager | 6.5 (6.6) | 9846.2 | 0.646 |  |" in text
+    assert "|  | ours | one graph | – | 9846.2 | 0.646 | WRONG: other tokens |" in text
+
+
 @pytest.mark.parametrize(
     ("at_least", "value", "verdict"),
     [(False, 1.15, ["1.15", "≤ 1.15", "met"]), (False, 1.3, ["1.30", "≤ 1.15", "missed by 13%"]),
