@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Of a tensor its address is taken, and values are taken by position (csrc/values.h). Sizes count elements.
+# Of a tensor its address is taken, and values are taken by position (csrc/bindings/values.h). Sizes count elements.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What csrc takes besides tensors and the values of values.py: sizes, dtype names, a stream, parts of an FP8 state.
 
-csrc/values.h has a struct for each. A tuple's entries are taken by position, and of a tensor its address.
+csrc/bindings/values.h has a struct for each. A tuple's entries are taken by position, and of a tensor its address.
 """
 
 from __future__ import annotations
