@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from ..capture.captured_blocks import CapturedBlocks
 from ..capture.managed_layers import ManagedLayers
+from ..compare.attributes import plain_attributes
 from ..device.backend import Backend
-from ..errors import explain
-from ..options import GraphOptions, check_choice
-from ..order import OrderError, check_count, layer_names
-from ..record.attributes import plain_attributes
+from ..interface.errors import explain
+from ..interface.options import GraphOptions, check_choice
+from ..interface.report import Report
+from ..plan.order import OrderError, check_count, layer_names
 from ..record.hooks import Hook
 from ..record.order_recorder import OrderRecorder
 from ..record.recorded_block import RecordedBlock
 from ..record.tracer import Tracer
 from ..replay.cursor import IterationProgress
-from ..report import Report
 from .block_runner import BlockRunner
 from .layer_forward import LayerForward
 

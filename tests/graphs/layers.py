@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from lorakernels.graphs import CudaBackend, GraphManager, GraphOptions
 from torch import Tensor, nn
 
+from lorakernels.graphs import CudaBackend, GraphManager, GraphOptions
 from tests.graphs.fake import FakeBackend
 
 WIDTH = 8

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
+
 from lorakernels.graphs import (
     OrderRecorder,
 )
-from torch import Tensor, nn
 
 HOOKS = [
     "_forward_hooks",

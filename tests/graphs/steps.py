@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lorakernels.graphs import StepGraph
 from torch import Tensor, nn
 
+from lorakernels.graphs import StepGraph
 from tests.graphs.layers import with_options
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs.replay import grads
-from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
 from torch import Tensor
 
+from lorakernels.graphs.compare.signature import Signature, difference, extension, flatten, typed
+from lorakernels.graphs.replay import grads
 from tests.graphs.layers import batches, managed, run, same, twins, warm
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from lorakernels.graphs import CaptureError, CudaBackend, GraphManager, GraphOptions, ReplayError
 from lorakernels.graphs.device.backend import Captured
 from lorakernels.graphs.device.pool import Pool
-from torch import Tensor, nn
-
 from tests.graphs.layers import Block, batches, managed, run, same, stack, twins, warm
 
 pytestmark = pytest.mark.gpu

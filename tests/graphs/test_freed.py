@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import GraphManager
-from lorakernels.graphs.capture.states import PINNED_BY
-from lorakernels.graphs.device.pool import Pool
-from lorakernels.graphs.signature import extension, flatten
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State
+from lorakernels.graphs import GraphManager
+from lorakernels.graphs.capture.states import PINNED_BY
+from lorakernels.graphs.compare.signature import extension, flatten
+from lorakernels.graphs.device.pool import Pool
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import batches, managed, run, stack, warm
 from tests.graphs.steps import Sgd, graphed

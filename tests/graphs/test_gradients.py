@@ -7,12 +7,12 @@ import copy
 
 import pytest
 import torch
+from torch import nn
+
 from lorakernels.graphs import (
     CaptureError,
 )
-from lorakernels.graphs.order import Direction
-from torch import nn
-
+from lorakernels.graphs.plan.order import Direction
 from tests.graphs.layers import (
     WIDTH,
     Block,

@@ -7,9 +7,9 @@ import copy
 
 import pytest
 import torch
-from lorakernels.graphs import ReplayError
 from torch import Tensor, nn
 
+from lorakernels.graphs import ReplayError
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import WIDTH, Rotated, batches, managed, run, same, stack, twins, warm
 from tests.graphs.steps import Sgd, graphed

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError
 
+from lorakernels.graphs import CaptureError
 from tests.graphs.layers import (
     WIDTH,
     batches,

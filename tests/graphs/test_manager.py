@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
 from lorakernels.graphs import (
     GraphManager,
     GraphOptions,
@@ -17,8 +19,6 @@ from lorakernels.graphs import (
     ReplayOrderError,
     StepGraph,
 )
-from torch import nn
-
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     WIDTH,

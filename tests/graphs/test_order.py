@@ -10,6 +10,7 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorakernels.graphs import Direction, Order, OrderError, ReplayOrderError, Step
 
 F, B = Direction.FORWARD, Direction.BACKWARD

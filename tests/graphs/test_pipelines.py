@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import GraphManager
-from lorakernels.graphs.order import Direction, Order, Step
 from torch import nn
 
+from lorakernels.graphs import GraphManager
+from lorakernels.graphs.plan.order import Direction, Order, Step
 from tests.graphs.layers import (
     batches,
     managed,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lorakernels.graphs import Direction, Order, Step
 from lorakernels.graphs.plan.call_spec import CallSpec, FromOutput, FromOutside
 from lorakernels.graphs.plan.plan import make_plan
-
 from tests.graphs.schedules import gpipe, one_forward_one_backward
 
 F, B = Direction.FORWARD, Direction.BACKWARD

@@ -8,10 +8,10 @@ import gc
 
 import pytest
 import torch
+
 from lorakernels.graphs import (
     CaptureError,
 )
-
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     Block,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import Direction, Order, OrderError, OrderRecorder, Step
 from torch import Tensor, nn
 
+from lorakernels.graphs import Direction, Order, OrderError, OrderRecorder, Step
 from tests.graphs.recorded import HOOKS, Block, blocks, chain, recording
 from tests.graphs.schedules import (
     gpipe,

@@ -11,10 +11,10 @@ from functools import partial
 
 import pytest
 import torch
-from lorakernels.graphs import OrderRecorder
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lorakernels.graphs import OrderRecorder
 from tests.graphs.recorded import Block, blocks, chain, gradients, recording
 from tests.graphs.schedules import gpipe
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, ReplayError, ReplayOrderError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lorakernels.graphs import CaptureError, ReplayError, ReplayOrderError
 from tests.graphs.layers import (
     WIDTH,
     Block,

@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lorakernels.graphs import ReplayError, ReplayOrderError
 from torch import Tensor, nn
 
+from lorakernels.graphs import ReplayError, ReplayOrderError
 from tests.graphs.layers import (
     WIDTH,
     Block,

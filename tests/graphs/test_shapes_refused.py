@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, ReplayError, ReplayOrderError
 from torch import Tensor
 
+from lorakernels.graphs import CaptureError, ReplayError, ReplayOrderError
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     Block,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lorakernels.graphs.order import Direction
 from torch import nn
 
+from lorakernels.graphs.plan.order import Direction
 from tests.graphs.layers import (
     Block,
     Counting,

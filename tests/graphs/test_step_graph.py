@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, ReplayError
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State
+from lorakernels.graphs import CaptureError, ReplayError
 from tests.graphs.layers import WIDTH, Block, Counting, Drop, State
 from tests.graphs.steps import Sgd, Step, graphed
 

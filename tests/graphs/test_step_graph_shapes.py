@@ -8,9 +8,9 @@ import warnings
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, ReplayError
 from torch import Tensor, nn
 
+from lorakernels.graphs import CaptureError, ReplayError
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import WIDTH, Block
 from tests.graphs.steps import Sgd, graphed

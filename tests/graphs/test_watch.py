@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from lorakernels.graphs import CaptureError, ReplayError
 from torch import Tensor, nn
 
+from lorakernels.graphs import CaptureError, ReplayError
 from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import (
     WIDTH,
