@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import lorakernels
+
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
     ("_C", "config", "graphs", "values"),
-    ("device", "lent", "pinning"),
+    ("device",),
     ("numerics",),
     ("kernels",),
     ("ops",),
@@ -66,6 +68,15 @@ def upward(text: str, path: str) -> list[str]:
 SOURCES = sorted(
     p.relative_to(ROOT / "lorakernels").as_posix() for p in ROOT.glob("lorakernels/**/*.py")
 )
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.startswith("integrations/")])
+def test_integrations_take_public_names_from_the_package(path: str) -> None:
+    """As users do, so that these names' places can change."""
+    text = (ROOT / "lorakernels" / path).read_text()
+    found = [n.split(".") for n in imports(text, "lorakernels.integrations")]
+    parts = [n for n in found if n[0] == "lorakernels" and len(n) > 2]
+    assert [n for n in parts if n[-1] in lorakernels.__all__] == []
 
 
 def test_every_module_has_a_layer() -> None:

@@ -25,18 +25,23 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from lorakernels.checkpoints.adapters import save_adapter
-from lorakernels.config import DelayedScaling, Recipe
-from lorakernels.loops import Attached, attach
+from lorakernels import (
+    Attached,
+    DelayedScaling,
+    FP8State,
+    FrozenFP8Linear,
+    LoRAReport,
+    PhiloxState,
+    attach,
+    save_adapter,
+)
+from lorakernels.config import Recipe
 from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.state.fp8 import FP8State
-from lorakernels.state.philox import PhiloxState
 
 
 def convert_fp8_model(
@@ -150,7 +155,7 @@ class LoRAKernelsCallback(TrainerCallback):
         graphs: False leaves the layers eager.
         warmup_steps: how often a shape comes before its capture.
         layers: modules to replay; None takes the model's decoder layers.
-        options: for GraphManager.
+        options: of `attach`, besides these.
 
     Raises:
         ValueError: `report` is another model's.
