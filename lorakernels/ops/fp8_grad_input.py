@@ -79,6 +79,17 @@ def reference(
     """
     check(dy, fp8_dtype, weight, ds, lora_A, dropout)
     acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
+    return rounded_with_branch(acc, ds, lora_A, dropout, out_dtype)
+
+
+def rounded_with_branch(
+    acc: Tensor,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx from dy W in fp32, to which the adapter's branch is added in place: rounded once."""
     if ds is not None and lora_A is not None:
         branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
         acc += branch * factor
