@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
-from lorakernels.autograd.linear import OverRanks, Projections
+from lorakernels.autograd.linear_projections import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
