@@ -3,17 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lorakernels.kernels.arguments import (
+from lorakernels.values import (
     Address,
+    Dropout,
     GroupedWeight,
     ProductSizes,
     RankSizes,
     Scale,
+    Scaled,
     Sizes,
     Tiles,
+    Up,
+    Weight,
     Where,
 )
-from lorakernels.values import Dropout, Scaled, Up, Weight
 
 # How many int32 elements `partials` of quantize_grad has; they need not be initialized (csrc/ops/amax/params.h).
 AMAX_PARTIALS: int

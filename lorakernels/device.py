@@ -58,12 +58,12 @@ def extension() -> ModuleType:
         ImportError: it was not built, or was built for another Python.
     """
     try:
-        from lorakernels import _C
+        import lorakernels._C as compiled
     except ImportError as error:
         raise ImportError(
             f"lorakernels._C cannot be imported ({error}); build it with `pip install .` or `pip install -e .`"
         ) from error
-    return _C
+    return compiled
 
 
 def extension_error() -> str | None:

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What bindings take: addresses, and tuples by position, which are Python's NamedTuples of lorakernels/values.py and
-// lorakernels/kernels/arguments.py.
+// What bindings take: addresses, and tuples by position, which are Python's NamedTuples of lorakernels/values.py.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.arguments import ProductSizes, Tiles, format_of, name, where
+from lorakernels.kernels.arguments import format_of, name, where
 from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.groups import GROUP_ROWS
@@ -53,7 +53,7 @@ from lorakernels.ops.hardware import (
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
-from lorakernels.values import Dropout, Scaled, Weight
+from lorakernels.values import Dropout, ProductSizes, Scaled, Tiles, Weight
 
 MULTIPLE = 8  # of col0, for csrc
 

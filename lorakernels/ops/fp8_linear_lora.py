@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.arguments import ProductSizes, Tiles, name, where
+from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import dequantized_linear
 from lorakernels.numerics.segments import (
@@ -53,7 +53,7 @@ from lorakernels.ops.hardware import (
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Scaled, SideBySide, Up, Weight
+from lorakernels.values import ProductSizes, Scaled, SideBySide, Tiles, Up, Weight
 
 MAX_BLOCKS = 4  # on B's diagonal, for csrc
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
