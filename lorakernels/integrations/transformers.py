@@ -16,6 +16,7 @@ time is in fp32.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -159,6 +160,7 @@ class LoRAKernelsCallback(TrainerCallback):
 
     Raises:
         ValueError: `report` is another model's.
+        TypeError: `attach` has no option of a name.
     """
 
     def __init__(
@@ -180,6 +182,7 @@ class LoRAKernelsCallback(TrainerCallback):
         self.why_not: str | None = None
         given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
         self._options: dict[str, Any] = given | {"rng_state": rng_state} | options
+        inspect.signature(attach).bind_partial(model, **self._options)
 
     attached: Attached | None
 
