@@ -23,17 +23,16 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
-from lorakernels.config import ALL_LINEAR, DelayedScaling, LoRAConfig, Recipe, check_layout
+from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig
+from lorakernels.config import ALL_LINEAR, Recipe, check_layout
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
     is_plain_linear,
     lora_layers,
 )
-from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_targets
-from lorakernels.state.fp8 import FP8State
 
 _ORIGINAL = "_lorakernels_original_base"
 
