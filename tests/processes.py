@@ -14,11 +14,16 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 PORTS = (12000, 30000)  # below those that Linux gives away by itself, from 32768 on
+SHARED = {  # what torch's symmetric memory needs between processes on one GPU
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 DRAW = Random()  # seeded by the system, unlike torch's and Python's own in the tests
 multiprocessing.set_forkserver_preload(
     [
@@ -70,16 +75,32 @@ def free_port() -> int:
     raise OSError(f"no port is free of 100 in {PORTS}")
 
 
+def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
+    """ "nccl" where each of `world` ranks has a GPU, else "cuda:gloo" over two or more; or the test is skipped.
+
+    `needs_nccl`: what does, in words. NCCL takes no two ranks on one GPU.
+    """
+    found = torch.cuda.device_count()
+    if found >= world:
+        return "nccl"
+    if needs_nccl or found < 2:
+        why = f": {needs_nccl}" if needs_nccl else ", or two that ranks share"
+        pytest.skip(f"needs {world} GPUs, found {found}{why}")
+    return "cuda:gloo"
+
+
 def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
     """What `worker(rank, device, *args)` returns, by rank: one thread each, within a group over `backend`.
 
-    The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes on one GPU,
-    which shows values without a second GPU.
+    The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes that share
+    the GPUs that there are, by turns, and read each other's memory: values without a GPU each.
     """
     # not forked from this process, whose threads may hold locks at that moment
     with multiprocessing.get_context(start_method(backend != "gloo")).Manager() as manager:
         results = manager.dict()
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        if backend == "cuda:gloo":
+            variables |= SHARED
         arguments = (os.environ | variables, worker, world, backend, results, args)
         mp.start_processes(
             _rank, arguments, nprocs=world, start_method=start_method(backend != "gloo")
@@ -98,7 +119,7 @@ def _rank(
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     if backend == "cuda:gloo":
-        device = torch.device("cuda", 0)
+        device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         backend = "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
