@@ -59,19 +59,13 @@ def sum_of(value: float, device: torch.device) -> float:
 
 def average_gradients(trained: Sequence[torch.nn.Parameter], group: Any = None) -> None:
     """Of the parameters that have one, over the ranks of `group`, None for all, by one all-reduce."""
-    sum_gradients(trained, group, 1 / dist.get_world_size(group))
-
-
-def sum_gradients(
-    trained: Sequence[torch.nn.Parameter], group: Any = None, scale: float = 1.0
-) -> None:
-    """The same, of their sums times `scale`."""
-    if dist.get_world_size(group) == 1:
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
         return
     grads = [p.grad for p in trained if p.grad is not None]
     flat = torch.cat([g.reshape(-1) for g in grads])
     dist.all_reduce(flat, group=group)
-    flat.mul_(scale)
+    flat.div_(ranks)
     parts = flat.split([g.numel() for g in grads])
     torch._foreach_copy_(grads, [p.view_as(g) for p, g in zip(parts, grads, strict=True)])
 

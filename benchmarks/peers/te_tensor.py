@@ -20,7 +20,6 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from benchmarks.lib.ranks import sum_gradients
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import Spec, dtype_of, value
 from benchmarks.peers.te import autocast, te_or_unavailable
@@ -47,6 +46,15 @@ def sum_rows(group: Any, rows: Tensor) -> Tensor:
     """This rank's rows of the sum over all ranks."""
     found: Tensor = reduce_scatter_tensor_autograd(rows, "sum", 0, group)
     return found
+
+
+def sum_gradients(trained: list[nn.Parameter], group: Any) -> None:
+    """Over the ranks of `group`, by one all-reduce."""
+    grads = [p.grad for p in trained if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(parts, grads, strict=True)])
 
 
 class TeTensor(Training):

@@ -21,9 +21,8 @@ WIDTH, RANK, ROWS = 24, 4, 8
 
 def beside_whole(rank: int, device: torch.device, ranks: int) -> dict[str, float]:
     """{what: relative difference} of y, dx, dA and dB, by column and by row, of this rank's parts in float64."""
-    from benchmarks.lib.ranks import sum_gradients
     from benchmarks.peers.te_layers import Adapter
-    from benchmarks.peers.te_tensor import gather_rows, sum_rows
+    from benchmarks.peers.te_tensor import gather_rows, sum_gradients, sum_rows
 
     torch.manual_seed(0)
     group, make = dist.group.WORLD, partial(torch.randn, dtype=torch.float64)
@@ -69,9 +68,8 @@ def test_a_split_adapter_is_the_whole_one() -> None:
 
 def beside_peft(rank: int, device: torch.device, overlap: bool) -> dict[str, float]:
     """The same of the loss and of the first layer's adapters, of Transformer Engine over both ranks and PEFT on one."""
-    from benchmarks.lib.ranks import sum_gradients
     from benchmarks.peers.models import SPECS, token_rows, value
-    from benchmarks.peers.te_tensor import TeTensor
+    from benchmarks.peers.te_tensor import TeTensor, sum_gradients
     from benchmarks.peers.training import HfPeft
 
     shape = {**SPECS["tiny"].shape, "hidden_size": 512, "intermediate_size": 1024}
