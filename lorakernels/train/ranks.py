@@ -166,6 +166,14 @@ class Ranks:
         """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
         self.together(work if self.first else lambda: None)
 
+    def from_all(self, value: _T) -> list[_T]:
+        """The value of each rank, which pickle takes, on all ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[_T] = [value] * self.size
+        dist.all_gather_object(found, value, group=self.patient)
+        return found
+
     def from_first(self, value: _T) -> _T:
         """Rank 0's value, which pickle takes, on all ranks."""
         if self.size == 1:
