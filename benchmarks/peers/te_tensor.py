@@ -173,8 +173,7 @@ class TeTensor(Training):
 
     def loss(self, ids: Tensor) -> Tensor:
         model, ids = self.model, ids.t()
-        rows = ids.chunk(self.ranks)[self.rank]
-        hidden = model.embedding[rows]
+        hidden = model.embedding[ids.chunk(self.ranks)[self.rank]]
         with autocast(self.te, self.group):
             for layer in model.layers:
                 hidden = layer(
@@ -186,8 +185,10 @@ class TeTensor(Training):
         logits = model.head(model.norm(hidden))
         labels = torch.full_like(ids, IGNORE)
         labels[:-1] = ids[1:]
+        # TE's kernels take a stride from the last dimension of labels, and one before that of logits, also of size 1
+        rows, own = logits.view(1, -1, logits.shape[-1]), labels.reshape(-1)[None]
         loss: Tensor = self.te.parallel_cross_entropy(
-            logits, labels, reduce_loss=True, dist_process_group=self.group
+            rows, own, reduce_loss=True, dist_process_group=self.group
         )
         return loss
 
