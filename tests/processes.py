@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -19,12 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PORTS = (12000, 30000)  # below those that Linux gives away by itself, from 32768 on
 SHARED = {  # what torch's symmetric memory needs between processes on one GPU
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
-DRAW = Random()  # seeded by the system, unlike torch's and Python's own in the tests
 multiprocessing.set_forkserver_preload(
     [
         "pytest",
@@ -66,13 +61,18 @@ def _quiet(
     target(*args)
 
 
-def free_port() -> int:
-    """A port for ranks to meet at. The system gives none of these to a connection that is made meanwhile."""
-    for port in DRAW.sample(range(*PORTS), 100):
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no port is free of 100 in {PORTS}")
+def meet() -> tuple[dist.TCPStore, dict[str, str]]:
+    """(a store for ranks to meet at, what their environment says of it).
+
+    Keep the store until they have ended. As torchrun's, it is of the process that starts them, and has its port from
+    the first. A port that is looked for and let go may be that of other ranks by the time that these ones come.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return store, where | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
@@ -98,7 +98,7 @@ def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -
     # not forked from this process, whose threads may hold locks at that moment
     with multiprocessing.get_context(start_method(backend != "gloo")).Manager() as manager:
         results = manager.dict()
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        _store, variables = meet()
         if backend == "cuda:gloo":
             variables |= SHARED
         arguments = (os.environ | variables, worker, world, backend, results, args)
