@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lorakernels.train import ranks as train_ranks
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.ranks import Ranks, ranks_of_environment
 from tests import processes
@@ -109,6 +112,33 @@ def test_a_gradient_that_one_rank_has_reaches_all(tmp_path: Path) -> None:
         assert found["a"].tolist() == [3, 3] and found["a"].dtype == torch.bfloat16
         assert found["b"].tolist() == [5, 5] and found["c"] is None and found["n"] == 2
         assert found["loss"] == 2 + 2.0**-19
+
+
+def late(rank: int, where: dict[str, str], folder: str) -> None:
+    """Join ranks that give up after a second, of which the second one begins three seconds later."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **where}
+    time.sleep(3 * rank)
+    train_ranks.STEP = timedelta(seconds=1)
+    with train_ranks.joined(torch.device("cpu")) as ranks:
+        found = ranks.from_all(rank)
+    Path(folder, f"late{rank}").write_text(str(found))
+
+
+@pytest.mark.parametrize("hosted", ["by who starts them", "by rank 0"])
+def test_a_rank_that_begins_late_is_waited_for(hosted: str, tmp_path: Path) -> None:
+    """Longer than a step may take: a loaded machine starts processes minutes apart."""
+    store, where = processes.meet()
+    if hosted == "by rank 0":  # as without torchrun
+        del store, where["TORCHELASTIC_USE_AGENT_STORE"]
+    said = [tmp_path / f"said{rank}" for rank in range(2)]
+    ranks = [
+        processes.start(late, rank, where, str(tmp_path), on_gpu=False, said=said[rank])
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.join(120)
+    assert [p.exitcode for p in ranks] == [0, 0], [path.read_text() for path in said]
+    assert [(tmp_path / f"late{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
 
 
 def drive(rank: int, size: int, places: list[dict[str, str]], runs: list[list[str]]) -> None:
