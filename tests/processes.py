@@ -76,7 +76,7 @@ def meet() -> tuple[dist.TCPStore, dict[str, str]]:
 
 
 def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
-    """ "nccl" where each of `world` ranks has a GPU, else "cuda:gloo" over two or more; or the test is skipped.
+    """ "nccl" where each of `world` ranks has a GPU, else "cuda:shared" over two or more; or the test is skipped.
 
     `needs_nccl`: what does, in words. NCCL takes no two ranks on one GPU.
     """
@@ -86,20 +86,21 @@ def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
     if needs_nccl or found < 2:
         why = f": {needs_nccl}" if needs_nccl else ", or two that ranks share"
         pytest.skip(f"needs {world} GPUs, found {found}{why}")
-    return "cuda:gloo"
+    return "cuda:shared"
 
 
 def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
     """What `worker(rank, device, *args)` returns, by rank: one thread each, within a group over `backend`.
 
-    The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes that share
-    the GPUs that there are, by turns, and read each other's memory: values without a GPU each.
+    The device is the CPU for gloo, and the rank's own GPU for nccl. Two more show values without a GPU each, over gloo:
+    "cuda:gloo" between processes on one GPU, and "cuda:shared" between processes that take the GPUs by turns and read
+    each other's memory.
     """
     # not forked from this process, whose threads may hold locks at that moment
     with multiprocessing.get_context(start_method(backend != "gloo")).Manager() as manager:
         results = manager.dict()
         _store, variables = meet()
-        if backend == "cuda:gloo":
+        if backend == "cuda:shared":
             variables |= SHARED
         arguments = (os.environ | variables, worker, world, backend, results, args)
         mp.start_processes(
@@ -118,8 +119,9 @@ def _rank(
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    if backend == "cuda:gloo":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
+    if backend.startswith("cuda:"):
+        shared = backend == "cuda:shared"
+        device = torch.device("cuda", rank % torch.cuda.device_count() if shared else 0)
         torch.cuda.set_device(device)
         backend = "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)

@@ -41,7 +41,7 @@ def test_processes_have_the_environment_of_now(
     [
         (4, "", "nccl"),
         (4, "graphs", "nccl"),
-        (2, "", "cuda:gloo"),
+        (2, "", "cuda:shared"),
         (2, "graphs", None),
         (1, "", None),
     ],

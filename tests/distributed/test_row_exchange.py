@@ -400,7 +400,7 @@ def growing(rank: int, device: torch.device) -> list[str]:
 @pytest.mark.gpu
 def test_memory_grows_while_one_ranks_gpu_is_late() -> None:
     """Two processes on one GPU show it, too."""
-    assert on_ranks(growing, 2, "cuda:gloo") == [[]] * 2
+    assert on_ranks(growing, 2, "cuda:shared") == [[]] * 2
 
 
 def test_others_see_memory_once_the_device_has_zeroed_it(monkeypatch: pytest.MonkeyPatch) -> None:
