@@ -6,20 +6,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PORTS = (12000, 30000)  # below those that Linux gives away by itself, from 32768 on
-DRAW = Random()  # seeded by the system, unlike torch's and Python's own in the tests
+SHARED = {  # what torch's symmetric memory needs between processes on one GPU
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 multiprocessing.set_forkserver_preload(
     [
         "pytest",
@@ -61,25 +61,47 @@ def _quiet(
     target(*args)
 
 
-def free_port() -> int:
-    """A port for ranks to meet at. The system gives none of these to a connection that is made meanwhile."""
-    for port in DRAW.sample(range(*PORTS), 100):
-        with socket.socket() as found, suppress(OSError):
-            found.bind(("127.0.0.1", port))
-            return port
-    raise OSError(f"no port is free of 100 in {PORTS}")
+def meet() -> tuple[dist.TCPStore, dict[str, str]]:
+    """(a store for ranks to meet at, what their environment says of it).
+
+    Keep the store until they have ended. As torchrun's, it is of the process that starts them, and has its port from
+    the first. A port that is looked for and let go may be that of other ranks by the time that these ones come.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    return store, where | {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
+    """ "nccl" where each of `world` ranks has a GPU, else "cuda:shared" over two or more; or the test is skipped.
+
+    `needs_nccl`: what does, in words. NCCL takes no two ranks on one GPU.
+    """
+    found = torch.cuda.device_count()
+    if found >= world:
+        return "nccl"
+    if needs_nccl or found < 2:
+        why = f": {needs_nccl}" if needs_nccl else ", or two that ranks share"
+        pytest.skip(f"needs {world} GPUs, found {found}{why}")
+    return "cuda:shared"
 
 
 def on_ranks(worker: Callable[..., Any], world: int, backend: str, *args: Any) -> list[Any]:
     """What `worker(rank, device, *args)` returns, by rank: one thread each, within a group over `backend`.
 
-    The device is the CPU for gloo, and the rank's own GPU for nccl. "cuda:gloo" is gloo between processes on one GPU,
-    which shows values without a second GPU.
+    The device is the CPU for gloo, and the rank's own GPU for nccl. Two more show values without a GPU each, over gloo:
+    "cuda:gloo" between processes on one GPU, and "cuda:shared" between processes that take the GPUs by turns and read
+    each other's memory.
     """
     # not forked from this process, whose threads may hold locks at that moment
     with multiprocessing.get_context(start_method(backend != "gloo")).Manager() as manager:
         results = manager.dict()
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        _store, variables = meet()
+        if backend == "cuda:shared":
+            variables |= SHARED
         arguments = (os.environ | variables, worker, world, backend, results, args)
         mp.start_processes(
             _rank, arguments, nprocs=world, start_method=start_method(backend != "gloo")
@@ -97,8 +119,9 @@ def _rank(
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    if backend == "cuda:gloo":
-        device = torch.device("cuda", 0)
+    if backend.startswith("cuda:"):
+        shared = backend == "cuda:shared"
+        device = torch.device("cuda", rank % torch.cuda.device_count() if shared else 0)
         torch.cuda.set_device(device)
         backend = "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)

@@ -20,7 +20,7 @@ import lorakernels
 from lorakernels import LoRAConfig, PhiloxState, apply_lora, fuse, load_quantized
 from lorakernels.parallel import shard_base
 from tests.graphs.layers import managed
-from tests.processes import free_port
+from tests.processes import meet
 
 transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[1]
@@ -204,8 +204,8 @@ ON_ONE_RANK = {
 @pytest.fixture
 def one_rank(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What a block of docs/parallel.md finds beside a model: a group of one rank, and its earlier blocks' names."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    for name, value in {**where, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+    _store, where = meet()
+    for name, value in {**where, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     tokens = torch.arange(16)[None]
     config = LoRAConfig(r=4, target_modules="all-linear")

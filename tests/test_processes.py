@@ -34,3 +34,24 @@ def test_processes_have_the_environment_of_now(
         assert process.exitcode == 0, said.read_text()
         assert tuple(json.loads(path.read_text()).values()) == values
     assert processes.on_ranks(environment_of_rank, 2, "gloo") == [["c", None]] * 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs_nccl", "found"),
+    [
+        (4, "", "nccl"),
+        (4, "graphs", "nccl"),
+        (2, "", "cuda:shared"),
+        (2, "graphs", None),
+        (1, "", None),
+    ],
+)
+def test_four_ranks_share_two_gpus_unless_they_need_nccl(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, needs_nccl: str, found: str | None
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    if found is not None:
+        assert processes.backend_on_gpus(4, needs_nccl) == found
+        return
+    with pytest.raises(pytest.skip.Exception, match=f"needs 4 GPUs, found {gpus}.*(graphs|share)"):
+        processes.backend_on_gpus(4, needs_nccl)

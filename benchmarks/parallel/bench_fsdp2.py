@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.lib.ranks import start_ranks, step_seconds, time_left
-from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio, write_csv
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 from lorakernels.parallel import ShardedAdamW, shard_base
@@ -185,6 +185,8 @@ def main() -> int:
                 torch.cuda.empty_cache()
             if dist.get_rank() == 0:
                 print(f"{time.perf_counter() - began:.0f} s: {rows[-1]}", flush=True)
+                if args.output:  # a later case may end the run
+                    write_csv(args.output / "fsdp2.csv", compared(rows), environment(device))
         if dist.get_rank():
             return 0
         if not rows:

@@ -14,7 +14,9 @@ q, k, v, o. Ways:
     tp N             N GPUs hold each layer together, and split the rows between layers
     cp N             N GPUs share each row, with some of its tokens each
     tp N x cp M      both, for N · M GPUs; "sharded x cp M" shares rows over one base of all GPUs
-    DTensor + PEFT   the peer of tp: bf16 layers of transformers and PEFT, cut by torch's DTensor
+    DTensor + PEFT   a peer of tp: bf16 layers of transformers and PEFT, cut by torch's DTensor
+    Transformer Engine           a peer of tp: te.TransformerLayer in FP8, rows split between layers, LoRA in torch ops
+    Transformer Engine, overlap  the same with TE's user buffers, which exchange rows beside products
 
 Without a number, tp or cp takes all GPUs. The GPUs that a way leaves are replicas: they train on rows of their own, and
 average gradients. What layers keep for backward is the fastest that fits. Layers are replayed as graphs, but on a CPU.
@@ -52,6 +54,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -70,13 +73,20 @@ from benchmarks.lib.rows import Row, arguments, environment, finish, parser, rat
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import SPECS, Spec, token_rows
+from benchmarks.peers.te import te_first_or_hidden
+from benchmarks.peers.te_tensor import TeTensor
 from benchmarks.peers.tensor import DTensorPeft
 from benchmarks.peers.training import Training
 
 LOSS_TOLERANCE = (
     0.02  # tp and cp draw other masks for a row than one GPU does, and sum in another order
 )
-PEER = "DTensor + PEFT"
+TE = "Transformer Engine"
+PEERS: dict[str, Callable[..., Training]] = {
+    "DTensor + PEFT": DTensorPeft,
+    TE: TeTensor,
+    f"{TE}, overlap": partial(TeTensor, overlap=True),
+}
 WAYS = (
     "alone, eager",
     "alone",
@@ -88,7 +98,8 @@ WAYS = (
     "tp, eager",
     "tp, not fused",
     "tp, frozen",
-    PEER,
+    "DTensor + PEFT",
+    TE,
     "cp",
     "cp, eager",
 )
@@ -120,13 +131,21 @@ def on_all(work: Callable[[], _T], answers: Any) -> _T:
     return result  # type: ignore[return-value]
 
 
-class Peer(DTensorPeft):
-    """With one replica, which takes one row."""
+class Peer:
+    """One of PEERS, with one replica, which takes one row."""
+
+    def __init__(self, name: str, spec: Spec, device: torch.device) -> None:
+        ranks = mesh_of(device.type, (dist.get_world_size(),), ("ranks",))
+        self.name, self.spec = name, spec
+        self.training = PEERS[name](spec, "qkvo", device, ranks)
 
     def step(self, ids: Tensor) -> Tensor:
         if len(ids) > 1:
-            raise NotImplementedError(f"{PEER} takes one row a step, found {len(ids)}")
-        return super().step(ids[0])
+            raise NotImplementedError(f"{self.name} takes one row a step, found {len(ids)}")
+        return self.training.step(ids[0])
+
+    def close(self) -> None:
+        self.training.close()
 
 
 class Bench:
@@ -151,7 +170,7 @@ class Bench:
         if (left := self.left()) < self.setup:
             return {**row, "check": f"not run: {max(left, 0.0):.0f} s of the budget are left"}
         torch.manual_seed(0)
-        training: Training | None = None
+        training: Layout | Peer | None = None
         began = time.perf_counter()
         try:
             training = on_all(lambda: self._load(name, spec), self._answers)
@@ -165,11 +184,10 @@ class Bench:
             training.close()
         return row
 
-    def _load(self, name: str, spec: Spec) -> Training:
-        if name != PEER:
-            return Layout(Way.of(name, dist.get_world_size()), spec, self.device)
-        ranks = mesh_of(self.device.type, (dist.get_world_size(),), ("ranks",))
-        return Peer(spec, "qkvo", self.device, ranks)
+    def _load(self, name: str, spec: Spec) -> Layout | Peer:
+        if name in PEERS:
+            return Peer(name, spec, self.device)
+        return Layout(Way.of(name, dist.get_world_size()), spec, self.device)
 
     def _timed(self, name: str, training: Any, began: float) -> Row:
         """Collective: warm up, capture and time. `began`: when loading did, by time.perf_counter."""
@@ -230,7 +248,7 @@ class Bench:
 
 def replica_of(name: str, training: Any) -> tuple[int, int]:
     """(this rank's replica, how many there are)."""
-    if name == PEER:
+    if name in PEERS:
         return 0, 1
     return training.mesh["dp"].get_local_rank(), training.way.replicas
 
@@ -343,7 +361,7 @@ def specs_of(args: argparse.Namespace, device: torch.device) -> list[Spec]:
 def check_ways(args: argparse.Namespace, ranks: int) -> None:
     """Raise ValueError if a way is none, or the ranks or the rows of a step do not divide."""
     for name in args.ways:
-        replicas = 1 if name == PEER else Way.of(name, ranks).replicas
+        replicas = 1 if name in PEERS else Way.of(name, ranks).replicas
         if args.rows and args.rows % replicas:
             raise ValueError(
                 f"--rows must be a multiple of the {replicas} replicas of {name!r}, found {args.rows}"
@@ -381,6 +399,12 @@ def parsed() -> tuple[argparse.Namespace, torch.device]:
 
 def main() -> int:
     args, device = parsed()
+    with te_first_or_hidden(any(way.startswith(TE) for way in args.ways)):
+        return bench_all(args, device)
+
+
+def bench_all(args: argparse.Namespace, device: torch.device) -> int:
+    """Every way of every model, and the exit code."""
     began = time.perf_counter()
     device = start_ranks(device)
     args.budget_s -= time.perf_counter() - began

@@ -43,6 +43,7 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.lib.energy import joules, shown
 from benchmarks.lib.predictions import NONE, Prediction, machine_of, placement_of, prediction
 from benchmarks.lib.ranks import ROWS, average_gradients, start_ranks, step_seconds, time_left
-from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio, write_csv
 from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import ADAPTED, SPECS, Spec, token_rows
 from benchmarks.peers.training import SPARE, Ours, OursSharded
@@ -311,14 +312,14 @@ def pinning() -> Progress:
 
 def bench_model(
     model: str, device: torch.device, args: argparse.Namespace, end: float
-) -> list[Row]:
+) -> Iterator[Row]:
     """The whole base, then the sharded one by each transport, until `end` of time.perf_counter."""
     transports: list[str] = args.transports
     more, ends = {"embeddings": args.embeddings}, ENDS * args.embeddings
     bench = Bench(model, device, args)
     mesh = init_device_mesh(device.type, (bench.ranks,), mesh_dim_names=("dp_shard",))
-    rows = [bench.row("whole", None, "ok")]
-    bench.whole = rows[0]
+    bench.whole = whole = bench.row("whole", None, "ok")
+    yield whole
     bench.training.renew_graphs()
     for transport in transports:
         if not time_left(end, device):
@@ -328,20 +329,19 @@ def bench_model(
             base = shard_base(bench.training.model, mesh["dp_shard"], transport=transport, **more)
         except (RuntimeError, ValueError) as error:  # on every rank, with the model as it was
             named = {"base": f"sharded, {transport}", "check": f"not run: {error}"}
-            rows.append({**dict.fromkeys(rows[0], ""), "model": rows[0]["model"], **named})
+            yield {**dict.fromkeys(whole, ""), "model": whole["model"], **named}
             continue
         if device.type == "cuda":
             torch.cuda.empty_cache()
         after = bench.loss()
         check = "ok" if after == before else f"WRONG: loss {after!r}, the whole base's {before!r}"
-        rows.append(bench.row(f"sharded, {base.transport}{ends}", base, check))
+        yield bench.row(f"sharded, {base.transport}{ends}", base, check)
         synchronize(device)
         dist.barrier()
         bench.training.renew_graphs()  # their memory is needed, and they end before their communicators
         if transport != transports[-1]:
             base.unshard()
         del base
-    return rows
 
 
 def asked() -> tuple[argparse.Namespace, torch.device]:
@@ -407,7 +407,10 @@ def run_models(args: argparse.Namespace, device: torch.device, end: float) -> in
         if args.offload is not None:
             rows += bench_offload(model, device, args)[0]
         else:
-            rows += bench_model(model, device, args, end)
+            for row in bench_model(model, device, args, end):
+                rows.append(row)
+                if args.output and dist.get_rank() == 0:  # a later one may end the run
+                    write_csv(args.output / "sharded_base.csv", rows, environment(device))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -67,10 +67,11 @@ def _cudnn_of_torch() -> str | None:
     return str(folder) if any(folder.glob("lib/libcudnn.so*")) else None
 
 
-def autocast(te: Any) -> AbstractContextManager[None]:
+def autocast(te: Any, group: Any = None) -> AbstractContextManager[None]:
+    """`group`: the ranks that reduce their amax together."""
     from transformer_engine.common.recipe import DelayedScaling
 
-    return te.autocast(enabled=True, recipe=DelayedScaling())
+    return te.autocast(enabled=True, recipe=DelayedScaling(), amax_reduction_group=group)
 
 
 def frozen_linear(te: Any, linear: nn.Linear) -> nn.Module:

@@ -9,6 +9,7 @@ adapters, on the normed x that TE returns if it is asked to. "graphed" is te.mak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +23,24 @@ from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
 
 
 class Adapter(nn.Module):
-    """scaling · B(A(dropout(x))) in x's dtype."""
+    """scaling · B(between(A(dropout(x)))) in x's dtype; `between` exchanges rows of split layers."""
 
-    def __init__(self, a: Tensor, b: Tensor, p: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        p: float,
+        dtype: torch.dtype,
+        between: Callable[[Tensor], Tensor] = lambda s: s,
+    ) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.Parameter(a.to(dtype)), nn.Parameter(b.to(dtype))
         self.dropout = nn.Dropout(p)
+        self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.linear(self.dropout(x), self.lora_A), self.lora_B) * SCALING
+        s = self.between(F.linear(self.dropout(x), self.lora_A))
+        return F.linear(s, self.lora_B) * SCALING
 
 
 class WithAdapter(nn.Module):

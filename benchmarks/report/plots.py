@@ -21,7 +21,7 @@ KINDS = {
     "norms, RoPE, SwiGLU": ("rms_norm", "rope_", "swiglu_"),
 }
 OURS = ("dp", "sharded", "tp", "cp")  # ways of bench_scaling.py
-SCALED = (*OURS, "DTensor + PEFT")
+SCALED = (*OURS, "Transformer Engine, overlap", "DTensor + PEFT")
 ACROSS = 3  # panels beside each other
 Panel = Any  # matplotlib's Axes
 Results = dict[str, list[Row]]

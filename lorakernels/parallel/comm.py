@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only file of the package that names torch's collectives: how ranks agree, and how a block's parts come together.
 
-    "peer"  each rank copies the others' parts out of their memory: copy engines do it, and no rank waits for another
+    "peer"  each rank copies the others' parts out of their memory: copy engines do it, and no rank waits for another.
+            Each has a GPU, unless torch's TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1, which is meant for tests
     "nccl"  all-gather by NCCL's kernels, which take multiprocessors from the GEMMs beside them
     "gloo"  all-gather between CPUs
 
@@ -295,24 +296,32 @@ def _place(device: torch.device) -> tuple[str, int]:
 def _no_peers(places: list[tuple[str, int]], device: torch.device) -> Iterator[str]:
     """Why this rank cannot read the memory of the ranks at `places`."""
     host, own = _place(device)
-    others = [index for name, index in places if name == host and index != own]
-    if len(others) + 1 != len(places):
+    here = [index for name, index in places if name == host]
+    shared = len({*here}) < len(here)
+    if len(here) < len(places) or (
+        shared and not _is_on("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+    ):
         yield "not all ranks are on one host, with a GPU each"
         return
     if len(places) > 1 and _would_multicast(device):
         yield (
             "torch would set up NVLink multicast, which is not used here: set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
         )
-    for index in others:
+    for index in sorted({*here} - {own}):
         if index >= torch.cuda.device_count():
             yield f"GPU {index} is not visible to it"
         elif not torch.cuda.can_device_access_peer(own, index):
             yield f"GPU {own} cannot access GPU {index}"
 
 
+def _is_on(variable: str) -> bool:
+    """Whether torch takes that environment variable of its symmetric memory for true."""
+    return os.environ.get(variable, "").lower() in ("1", "true", "on", "y")
+
+
 def _would_multicast(device: torch.device) -> bool:
     """Whether a rendezvous of symmetric memory would make a multicast object (torch 2.8 to 2.13)."""
-    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST", "").lower() in ("1", "true", "on", "y"):
+    if _is_on("TORCH_SYMM_MEM_DISABLE_MULTICAST"):
         return False
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _SymmetricMemory

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.linear_cross_entropy import CHUNK
-from lorakernels.parallel import comm
+from lorakernels.parallel import comm, pipeline_cut
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
@@ -35,7 +35,7 @@ from lorakernels.parallel.pipeline_check import (
     slots_of_stage,
     states_of,
 )
-from lorakernels.parallel.pipeline_cut import Cut, own_layers_alone, stages_of
+from lorakernels.parallel.pipeline_cut import Cut, stages_of
 from lorakernels.parallel.pipeline_stages import (
     Batch,
     Draws,
@@ -126,10 +126,8 @@ class PipelineParallel:
         """For a GraphManager of `layers`, with `offsets` set: where each layer draws. Empty without dropout."""
         return [self._layer_draws] if any(self._slots) else []
 
-    @staticmethod
-    def own_layers_alone(model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, a model that `load_quantized(stages=…)` loaded runs with this rank's decoder layers alone."""
-        return own_layers_alone(model)
+    own_layers_alone = staticmethod(pipeline_cut.own_layers_alone)
+    elsewhere = staticmethod(pipeline_cut.elsewhere)
 
     @property
     def bubble(self) -> float:

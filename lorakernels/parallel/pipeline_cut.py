@@ -108,6 +108,12 @@ def stages_of(places: Places, ranks: int, chunks: int) -> list[list[str]]:
     return [[places.layers[i] for i in part] for part in parts]
 
 
+def elsewhere(model: nn.Module) -> list[str]:
+    """Paths of the modules that other ranks of a pipeline have; none of a whole model."""
+    found = Cut.of(model)
+    return [] if found is None else [absent.path for _, _, absent in found.absent]
+
+
 @contextmanager
 def own_layers_alone(model: Any) -> Iterator[None]:
     """Inside, a model that was cut runs with this rank's decoder layers alone. A whole model is as it was.

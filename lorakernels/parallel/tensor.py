@@ -28,6 +28,7 @@ from lorakernels.parallel.tensor_check import (
     scales,
 )
 from lorakernels.parallel.tensor_fused import split_parts
+from lorakernels.parallel.tensor_inputs import check_inputs
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_split import Cut, LoadedParts, split_linear, split_vocabulary
@@ -43,12 +44,15 @@ class TensorParallel:
         ranks: the group, this rank's place in it, and whether rows are split.
         cuts: {path: Cut} of the split layers.
         mesh: the one-dimensional DeviceMesh of the group.
+        checks_inputs: whether `loss` asks all ranks, on the host, whether its arguments fit and have one form. Leave it
+            out where they are right by the way they are made.
     """
 
     def __init__(
         self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any, why: str
     ) -> None:
         self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
+        self.checks_inputs = True
         self._why = why  # rows are exchanged as they are
         self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
 
@@ -58,14 +62,18 @@ class TensorParallel:
         Args:
             labels: int64 [B, S] as transformers takes them: the model's own shift follows; −100 does not count.
             items: divide by this number instead of by the labels that count.
-            inputs: of the model, such as `input_ids`.
+            inputs: of the model, `input_ids` [B, S] or `inputs_embeds` [B, S, H] among them; equal on all ranks.
 
         Raises:
-            ValueError: the model was split without `vocabulary=True`.
+            TypeError: there are no rows, or `items` is no number.
+            ValueError: the model was split without `vocabulary=True`; labels do not fit the rows, or ranks' arguments
+                have other shapes or dtypes. All ranks raise if one does.
         """
         head = self.model.get_output_embeddings() if self._vocabulary else None  # type: ignore[operator]
         if not isinstance(head, VocabularyHead):
             raise ValueError("loss needs a split head: call parallelize with vocabulary=True")
+        if self.checks_inputs:
+            check_inputs(self.model, self.ranks, labels, items, inputs)
         base: Any = self.model.base_model
         hidden = base(use_cache=False, **inputs).last_hidden_state
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels import change_of_logits
+from lorakernels import PipelineParallel, change_of_logits
 from lorakernels.train.errors import ModelError
 from lorakernels.train.loss import changed
 from lorakernels.train.model import decoder_and_head, hidden_states
@@ -48,25 +48,36 @@ class Isolation(NamedTuple):
 def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
     """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
 
-    The ranks of a pipeline have other layers by design.
+    Of a pipeline each rank holds its stages alone, and is compared by what it holds: with the ranks of its stage, and
+    with one that has read the whole model.
 
     Raises:
-        ModelError: a module's class, or a dtype in it, is not that of the first rank.
+        ModelError: a module's class, or a dtype in it, is not that of the first rank that holds it.
     """
-    if ranks.size == 1 or ranks.pp > 1:
-        return
-    found = {path: _form(module) for path, module in model.named_modules()}
-    first = ranks.from_first(found)
+    gone = {*PipelineParallel.elsewhere(model)}
+    found = {
+        path: _form(module)
+        for path, module in model.named_modules()
+        if gone.isdisjoint(_and_above(path))
+    }
+    first: dict[str, tuple[str, int]] = {}
+    for rank, theirs in enumerate(ranks.from_all(found)):
+        first = {path: (form, rank) for path, form in theirs.items()} | first
 
     def check() -> None:
-        for path in {**first, **found}:
-            if found.get(path) != first.get(path):
+        for path, (form, rank) in first.items():
+            if found.get(path) != form and gone.isdisjoint(_and_above(path)):
                 raise ModelError(
-                    f"all ranks must hold the same layers, found {path} to be {found.get(path)}, on rank 0 "
-                    f"{first.get(path)}"
+                    f"all ranks must hold the same layers, found {path} to be {found.get(path)}, on rank {rank} {form}"
                 )
 
     ranks.together(check)
+
+
+def _and_above(path: str) -> list[str]:
+    """A module's path and those of the modules that it is in."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i in range(len(names))]
 
 
 def _form(module: nn.Module) -> str:

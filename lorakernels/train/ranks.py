@@ -3,7 +3,8 @@
 
 Each process takes its own rows of a step. Gradients are summed in one flat tensor.
 
-A rank that ends in the middle ends all of them. Collectives of a step give up after `STEP`. Where ranks wait for work
+A rank that ends in the middle ends all of them. Ranks wait for each other to begin for `START`. Collectives of a step
+give up after `STEP`. Where ranks wait for work
 of unequal length, such as loading or saving, they wait in a group of gloo's with `WORK`. It notices at once that a
 process has ended, whatever the timeout. Each rank also watches another one (watch.py).
 """
@@ -26,6 +27,7 @@ from lorakernels.train.watch import Watch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
+START = timedelta(minutes=10)
 _T = TypeVar("_T")
 
 
@@ -166,6 +168,14 @@ class Ranks:
         """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
         self.together(work if self.first else lambda: None)
 
+    def from_all(self, value: _T) -> list[_T]:
+        """The value of each rank, which pickle takes, on all ranks."""
+        if self.size == 1:
+            return [value]
+        found: list[_T] = [value] * self.size
+        dist.all_gather_object(found, value, group=self.patient)
+        return found
+
     def from_first(self, value: _T) -> _T:
         """Rank 0's value, which pickle takes, on all ranks."""
         if self.size == 1:
@@ -188,11 +198,13 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if ranks.size == 1:
         yield ranks
         return
+    meeting = _meet(ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=STEP)
     else:
         dist.init_process_group("gloo", timeout=STEP)
+    del meeting  # without torchrun it is rank 0's, and the group's store is the same one
     patient = dist.new_group(backend="gloo", timeout=WORK)
     watch, done = Watch(lambda: _lost(ranks)), False
     try:
@@ -210,6 +222,18 @@ def joined(device: torch.device) -> Iterator[Ranks]:
             with contextlib.suppress(RuntimeError):  # what ended this rank is what it says
                 world.abort()
         dist.destroy_process_group()
+
+
+def _meet(ranks: Ranks) -> dist.Store:
+    """Collective: the store where all ranks have said that they are there.
+
+    A group connects its ranks within its timeout. A rank that begins later, on a loaded machine, would miss `STEP`.
+    """
+    store, _, _ = next(dist.rendezvous("env://", ranks.rank, ranks.size, timeout=START))
+    if store.add("lorakernels/here", 1) == ranks.size:
+        store.set("lorakernels/all here", "")
+    store.wait(["lorakernels/all here"], START)
+    return store
 
 
 def _lost(ranks: Ranks) -> str:

@@ -17,7 +17,7 @@ from lorakernels import fuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
 from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = Way("plain")
@@ -49,7 +49,7 @@ WORLDS = {
     ),
 }
 _ran: dict[int, Any] = {}
-_on_gpus: dict[str, Any] = {}
+_on_gpus: dict[int, Any] = {}
 
 
 def results(world: int) -> Any:
@@ -102,13 +102,11 @@ ON_FOUR = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_FOUR, ids=str)
-def test_four_gpus_train_as_one(way: Way) -> None:
+def test_four_ranks_on_gpus_train_as_one(way: Way) -> None:
     """Bounds as of two processes on one GPU."""
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
-    if "nccl" not in _on_gpus:
-        _on_gpus["nccl"] = on_ranks(worker, 4, "nccl", [*ON_FOUR])
-    for found in _on_gpus["nccl"]:
+    if 4 not in _on_gpus:
+        _on_gpus[4] = on_ranks(worker, 4, backend_on_gpus(4), [*ON_FOUR])
+    for found in _on_gpus[4]:
         assert found[str(way)]["unequal"] == []
         errors = found[str(way)]["errors"]
         worst = max(errors, key=errors.__getitem__)

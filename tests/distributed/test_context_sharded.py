@@ -25,7 +25,7 @@ from tests.distributed.context_models import Way, batch, loss_over_ranks, make
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import an_adapter, fp8_state
 from tests.graphs.layers import backend_for, managed
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 STEPS, WARMUP = 5, 2
@@ -221,7 +221,5 @@ def test_bits_are_those_over_whole_bases(world: int, case: Case) -> None:
 @pytest.mark.parametrize("case", ON_GPU, ids=str)
 def test_bits_are_those_over_whole_bases_on_gpus(world: int, case: Case) -> None:
     """Rows are so short that each sum over keys is one block's, and has one order."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
-    for found in results("nccl", world, ON_GPU):
+    for found in results(backend_on_gpus(world), world, ON_GPU):
         assert found[str(case)] == []

@@ -44,7 +44,7 @@ from tests.distributed.test_pipeline import refused
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import FP32, LINEARS, exact, fp8_state
 from tests.graphs.layers import managed
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 PLAIN = Way("plain")
@@ -163,24 +163,20 @@ def check_on_gpu(found: dict[str, Any], way: Way) -> None:
     assert found["ranks equal"]
 
 
-def four_gpus() -> None:
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs 4 GPUs, found {torch.cuda.device_count()}")
+BETWEEN_STAGES = "gloo sends no GPU's memory from one stage to the next"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", ON_GPU, ids=str)
 def test_stages_of_shared_rows_on_four_gpus(way: Way) -> None:
-    four_gpus()
-    for found in results(ON_GPU, "nccl"):
+    for found in results(ON_GPU, backend_on_gpus(4, BETWEEN_STAGES)):
         check_on_gpu(found[str(way)], way)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", REPLAYED_ON_GPU, ids=str)
 def test_replayed_stages_of_shared_rows_on_four_gpus(way: Way) -> None:
-    four_gpus()
-    for found in results(REPLAYED_ON_GPU, "nccl", replays=True):
+    for found in results(REPLAYED_ON_GPU, backend_on_gpus(4, BETWEEN_STAGES), replays=True):
         check_on_gpu(found[str(way)], way)
         assert found[str(way)]["replayed"] == (STEPS - 1) * way.microbatches
 

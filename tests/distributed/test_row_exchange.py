@@ -21,7 +21,7 @@ from lorakernels.parallel.row_exchange import (
     RowExchange,
     row_exchange,
 )
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -377,9 +377,7 @@ def captured(rows: Any, device: torch.device) -> list[str]:
 @pytest.mark.parametrize("what", ["rows", "totals", "captured", "beside products"])
 def test_peers_gather_bytes_and_sum_within_their_rounding(what: str, world: int) -> None:
     """With more than two, rows behind a rank's own and those before it are two pieces."""
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
-    assert on_ranks(by_peers, world, "nccl", what) == [[]] * world
+    assert on_ranks(by_peers, world, backend_on_gpus(world), what) == [[]] * world
 
 
 def growing(rank: int, device: torch.device) -> list[str]:
@@ -400,11 +398,9 @@ def growing(rank: int, device: torch.device) -> list[str]:
 
 
 @pytest.mark.gpu
-def test_memory_grows_while_one_ranks_gpu_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_grows_while_one_ranks_gpu_is_late() -> None:
     """Two processes on one GPU show it, too."""
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    assert on_ranks(growing, 2, "cuda:gloo") == [[]] * 2
+    assert on_ranks(growing, 2, "cuda:shared") == [[]] * 2
 
 
 def test_others_see_memory_once_the_device_has_zeroed_it(monkeypatch: pytest.MonkeyPatch) -> None:

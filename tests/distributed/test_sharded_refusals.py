@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from lorakernels.parallel import comm, shard_base
 from lorakernels.parallel.offload import HostShards
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
-from tests.processes import on_ranks
+from tests.processes import SHARED, on_ranks
 
 WORLD, CPU = 2, torch.device("cpu")
 FP8 = DelayedScaling()
@@ -272,11 +273,13 @@ def pinned_one_after_the_other(rank: int, mesh: Any) -> bool:
 
 
 def chosen(mesh: Any) -> dict[str, bool]:
-    """Two ranks on one GPU cannot read each other's memory by peer copies."""
+    """Two ranks on one GPU cannot read each other's memory by peer copies, unless torch is told to let them."""
     group, gpu = mesh["dp_shard"].get_group(), torch.device("cuda", 0)
     name, reason = comm.choose("auto", group, gpu)
     found = {"auto": name == "nccl" and "not all ranks are on one host, with a GPU each" in reason}
     choose = partial(comm.choose, "peer", group, gpu)
+    with mock.patch.dict("os.environ", SHARED):
+        found["shared"] = choose()[0] == "peer"
     return found | {"peer": raises(RuntimeError, "'peer': no peer access: rank 0 says", choose)}
 
 
@@ -308,7 +311,7 @@ def test_a_model_while_its_base_is_sharded_and_after(ranks: list[dict[str, Any]]
 
 
 def test_ranks_without_peer_access(ranks: list[dict[str, Any]]) -> None:
-    assert all(found["chosen"] == {"auto": True, "peer": True} for found in ranks)
+    assert all(found["chosen"] == {"auto": True, "peer": True, "shared": True} for found in ranks)
 
 
 def test_fused_after_it_was_sharded(ranks: list[dict[str, Any]]) -> None:

@@ -27,7 +27,7 @@ from lorakernels.parallel.sharded_vocabulary import DDP, ShardedVocabulary
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.distributed.test_sharded_refusals import raises, state_of
 from tests.fusion.fused_models import LINEARS, adapted
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 WORLD, CPU = 2, torch.device("cpu")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -356,13 +356,12 @@ def on_a_gpu(rank: int, device: torch.device, transport: str) -> dict[str, bool]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_on_gpus(world: int, transport: str) -> None:
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs, found {torch.cuda.device_count()}")
+    backend = backend_on_gpus(world, "it is the transport" if transport == "nccl" else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        for found in on_ranks(on_a_gpu, world, "nccl", transport):
+        for found in on_ranks(on_a_gpu, world, backend, transport):
             assert [what for what, right in found.items() if not right] == []
 
 

@@ -18,7 +18,7 @@ from lorakernels import unfuse
 from lorakernels.parallel import parallelize
 from tests.distributed.tensor_models import Way, make, worker
 from tests.fusion.fused_models import FP32
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 SOME = tuple(
@@ -100,13 +100,17 @@ ON_GPU = (
     Way("fused, fp8", True, dtype=torch.bfloat16, save="fp8"),
     *(replace(way, dtype=torch.bfloat16) for way in PIECES[:7]),
 )
+# parts of a quarter that FP8 kernels take
+QUARTERED = {"hidden_size": 128, "intermediate_size": 192}
+ON_FOUR = tuple(replace(way, model=QUARTERED) for way in (*ON_GPU[:2], *ON_GPU[3:9]))
 _ran: dict[tuple[str, int], Any] = {}
 
 
 def results(world: int, backend: str = "gloo") -> Any:
     """Of each rank. The ranks of one world train all its ways."""
     if (backend, world) not in _ran:
-        ways = [*WORLDS[world]] if backend == "gloo" else [*ON_GPU]
+        on_gpus = {2: ON_GPU, 4: ON_FOUR}
+        ways = [*(WORLDS if backend == "gloo" else on_gpus)[world]]
         _ran[backend, world] = on_ranks(worker, world, backend, ways)
     return _ran[backend, world]
 
@@ -196,6 +200,13 @@ def test_a_model_over_two_gpus(way: Way) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for found in results(2, "nccl"):
+        check(way, found[str(way)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ON_FOUR, ids=str)
+def test_a_model_over_four_ranks_on_gpus(way: Way) -> None:
+    for found in results(4, backend_on_gpus(4)):
         check(way, found[str(way)])
 
 

@@ -18,7 +18,7 @@ from lorakernels.parallel.sharded_base import POISON_VARIABLE
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import Way, batch, loss_of, make, train
 from tests.fusion.fused_models import LINEARS, adapted, fp8_state
-from tests.processes import on_ranks
+from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 WAYS = (
@@ -203,8 +203,6 @@ def on_gpus(rank: int, device: torch.device) -> dict[str, float]:
 @pytest.mark.gpu
 def test_two_by_two_gpus() -> None:
     """Sums by atomics have no order, and FP8 may turn a rounding after them."""
-    if torch.cuda.device_count() < 4:
-        pytest.skip("needs four GPUs")
-    for found in on_ranks(on_gpus, 4, "nccl"):
+    for found in on_ranks(on_gpus, 4, backend_on_gpus(4)):
         worst = max(found, key=found.__getitem__)
         assert found[worst] <= 2.0**-4, worst

@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lorakernels.train import ranks as train_ranks
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.ranks import Ranks, ranks_of_environment
 from tests import processes
@@ -73,11 +76,12 @@ def test_what_stops_rank_0_stops_all(error, said, monkeypatch):
         Ranks(1, 2).on_first(work)
 
 
-def uneven(rank: int, size: int, port: int, folder: str) -> None:
+def uneven(rank: int, size: int, where: dict[str, str], folder: str) -> None:
     """Gradients of a on both ranks, of b on the second alone, of c on none; a in bf16, and a loss in fp32."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    os.environ |= where
+    dist.init_process_group("gloo", rank=rank, world_size=size)
     a, b, c = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     a = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     a.grad = torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)
@@ -92,10 +96,10 @@ def uneven(rank: int, size: int, port: int, folder: str) -> None:
 
 def test_a_gradient_that_one_rank_has_reaches_all(tmp_path: Path) -> None:
     """Summed in fp32, whatever the first of them is in."""
-    port = processes.free_port()
+    _store, where = processes.meet()
     ranks = [
         processes.start(
-            uneven, rank, 2, port, str(tmp_path), on_gpu=False, said=tmp_path / f"said{rank}"
+            uneven, rank, 2, where, str(tmp_path), on_gpu=False, said=tmp_path / f"said{rank}"
         )
         for rank in range(2)
     ]
@@ -110,16 +114,42 @@ def test_a_gradient_that_one_rank_has_reaches_all(tmp_path: Path) -> None:
         assert found["loss"] == 2 + 2.0**-19
 
 
-def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
-    """The runs one after the other; after each, what this rank trained and its scales are in `rank<i>.pt`, and how many
-    layers' weights it had in parts in `held<i>.txt`."""
+def late(rank: int, where: dict[str, str], folder: str) -> None:
+    """Join ranks that give up after a second, of which the second one begins three seconds later."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **where}
+    time.sleep(3 * rank)
+    train_ranks.STEP = timedelta(seconds=1)
+    with train_ranks.joined(torch.device("cpu")) as ranks:
+        found = ranks.from_all(rank)
+    Path(folder, f"late{rank}").write_text(str(found))
+
+
+@pytest.mark.parametrize("hosted", ["by who starts them", "by rank 0"])
+def test_a_rank_that_begins_late_is_waited_for(hosted: str, tmp_path: Path) -> None:
+    """Longer than a step may take: a loaded machine starts processes minutes apart."""
+    store, where = processes.meet()
+    if hosted == "by rank 0":  # as without torchrun
+        del store, where["TORCHELASTIC_USE_AGENT_STORE"]
+    said = [tmp_path / f"said{rank}" for rank in range(2)]
+    ranks = [
+        processes.start(late, rank, where, str(tmp_path), on_gpu=False, said=said[rank])
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.join(120)
+    assert [p.exitcode for p in ranks] == [0, 0], [path.read_text() for path in said]
+    assert [(tmp_path / f"late{rank}").read_text() for rank in range(2)] == ["[0, 1]"] * 2
+
+
+def drive(rank: int, size: int, places: list[dict[str, str]], runs: list[list[str]]) -> None:
+    """The runs one after the other, each at a place to meet of its own. After each, what this rank trained and its
+    scales are in `rank<i>.pt`, and how many layers' weights it had in parts in `held<i>.txt`."""
     from lorakernels.cli.finetune import add_arguments, run
     from lorakernels.modules.holder import is_held
     from lorakernels.parallel import comm
     from lorakernels.train import job
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     real = job.adapt
 
     def adapt(options: Any, *rest: Any) -> Any:
@@ -141,8 +171,8 @@ def drive(rank: int, size: int, port: int, runs: list[list[str]]) -> None:
         job.Runtime = partial(job.Runtime, backend=FakeBackend)
         comm.sum_rows = own_rows_of_the_sum
         sdpa_kernel(SDPBackend.MATH).__enter__()
-    for i, arguments in enumerate(runs):
-        os.environ["MASTER_PORT"] = str(port + i)
+    for where, arguments in zip(places, runs, strict=True):
+        os.environ |= where
         if arguments[0] == "copy":
             if rank == 0:
                 shutil.copytree(*arguments[1:3])
@@ -158,15 +188,16 @@ def on_ranks(runs: list[list[Any]], folder: Path, size: int = 2) -> None:
     """The runs one after the other, on processes with the variables that torchrun gives them."""
     words = [[str(word) for word in run] for run in runs]
     on_gpu = any("cuda" in run for run in words)
-    port = processes.free_port()
+    stores, places = zip(*(processes.meet() for _ in runs), strict=True)
     said = [folder / f"said{rank}" for rank in range(size)]
     ranks = [
-        processes.start(drive, rank, size, port, words, on_gpu=on_gpu, said=said[rank])
+        processes.start(drive, rank, size, [*places], words, on_gpu=on_gpu, said=said[rank])
         for rank in range(size)
     ]
     for process in ranks:
         process.join(300)
     assert [p.exitcode for p in ranks] == [0] * size, [path.read_text() for path in said]
+    del stores  # kept until here
 
 
 def losses(output: Path) -> list[float]:

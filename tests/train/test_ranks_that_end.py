@@ -27,7 +27,7 @@ from tests.train.test_resume import steps_logged
 LIMIT = 60  # seconds from the end of one rank to the end of all others
 
 
-def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
+def drive(rank: int, where: dict[str, str], end: str, arguments: list[list[str]]) -> None:
     """One run on rank `rank` of several. The middle one ends or stands still after its second step, as `end` says."""
     from lorakernels.cli.finetune import add_arguments, run
     from lorakernels.parallel import comm
@@ -37,8 +37,7 @@ def drive(rank: int, port: int, end: str, arguments: list[list[str]]) -> None:
     if end == "hangs":
         ranks.STEP = comm.GATHER = timedelta(seconds=10)
     size = len(arguments)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **where}
     real = Trainer.step
 
     def step(self: Trainer, stop: bool = False) -> StepResult:
@@ -66,11 +65,11 @@ def end_of(
 ) -> tuple[list[int | None], list[str]]:
     """(exit codes, what was said) of ranks with `arguments` each, of which the middle one ends as `end` says."""
     words = [[str(word) for word in own] for own in arguments]
-    size, port = len(words), processes.free_port()
+    size, (_store, where) = len(words), processes.meet()
     said = [folder / f"said{rank}" for rank in range(size)]
     on_gpu = "cuda" in words[0]
     ranks = [
-        processes.start(drive, rank, port, end, words, on_gpu=on_gpu, said=said[rank])
+        processes.start(drive, rank, where, end, words, on_gpu=on_gpu, said=said[rank])
         for rank in range(size)
     ]
     victim = ranks[size // 2]

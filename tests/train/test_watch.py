@@ -14,13 +14,14 @@ from tests import processes
 RANKS, ENDS = 4, 2
 
 
-def hears(rank: int, port: int, folder: str) -> None:
+def hears(rank: int, where: dict[str, str], folder: str) -> None:
     """Rank `ENDS` ends. The others write a file when they have heard of it, and then wait for ever."""
     import torch.distributed as dist
 
     from lorakernels.train import watch
 
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    os.environ |= where
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
 
     def grace(seconds: float) -> None:
         Path(folder, f"heard{rank}").write_text(str(seconds))
@@ -36,10 +37,10 @@ def hears(rank: int, port: int, folder: str) -> None:
 
 def test_all_ranks_hear_at_once_that_one_has_ended(tmp_path: Path) -> None:
     """The graces of eight ranks one after the other would take longer than a step may."""
-    port: int = processes.free_port()
+    _store, where = processes.meet()
     ranks: list[Any] = [
         processes.start(
-            hears, rank, port, str(tmp_path), on_gpu=False, said=tmp_path / f"said{rank}"
+            hears, rank, where, str(tmp_path), on_gpu=False, said=tmp_path / f"said{rank}"
         )
         for rank in range(RANKS)
     ]

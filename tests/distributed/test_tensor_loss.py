@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the loss of a split model cannot take on one rank is refused on all, and none waits for another."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lorakernels.parallel import comm, parallelize
+from tests.distributed.tensor_models import Way, batch, make
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+FORM = "all ranks must compute the loss of arguments of one form, found by rank ["
+SAID = {
+    "short labels": "labels must be int64 [2, 12] on cpu as the rows [B, S], found int64 [2, 11] on cpu",
+    "labels of fp32": "labels must be int64 [2, 12] on cpu as the rows [B, S], found float32 [2, 12] on cpu",
+    "labels elsewhere": "labels must be int64 [2, 12] on cpu as the rows [B, S], found int64 [2, 12] on meta",
+    "no labels": "labels must be int64 [2, 12] on cpu as the rows [B, S], found None",
+    "one dimension": "labels must be int64 [24] on cpu as the rows [B, S], found int64 [24] on cpu",
+    "no rows": "loss needs a tensor of input_ids or inputs_embeds, found none",
+    "a list": "loss needs a tensor of input_ids or inputs_embeds, found list",
+    "items in words": "items must be a number, found 'many'",
+    "one row": FORM,
+    "a mask": FORM,
+    "an option": FORM,
+    "items": FORM,
+    "evaluation": FORM,
+    "no gradients": FORM,
+}
+
+
+def losses(rank: int, device: torch.device, save: str | None) -> dict[str, Any]:
+    """What ranks hear of calls that are wrong on rank 1 alone, or other than on rank 0, and of right ones."""
+    group = dist.new_group(timeout=timedelta(seconds=30))  # a rank that waits gives up by then
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = make(Way("", True, save=save, vocabulary=True), device)
+    split = parallelize(model, mesh, vocabulary=True)
+    tokens = batch(0, device)
+    right: dict[str, Any] = {"labels": tokens, "input_ids": tokens}
+    wrong: dict[str, dict[str, Any]] = {
+        "short labels": {"labels": tokens[:, 1:]},
+        "labels of fp32": {"labels": tokens.float()},
+        "labels elsewhere": {"labels": tokens.to("meta")},
+        "no labels": {"labels": None},
+        "one dimension": {"labels": tokens.flatten(), "input_ids": tokens.flatten()},
+        "no rows": {"input_ids": None},
+        "a list": {"input_ids": tokens.tolist()},
+        "items in words": {"items": "many"},
+        "one row": {"labels": tokens[:1], "input_ids": tokens[:1]},
+        "a mask": {"attention_mask": torch.ones_like(tokens)},
+        "an option": {"output_attentions": False},
+        "items": {"items": 3},
+        "evaluation": {},
+        "no gradients": {},
+    }
+    found: dict[str, Any] = {}
+    for name, change in wrong.items():
+        model.train(not (rank and name == "evaluation"))
+        with torch.no_grad() if rank and name == "no gradients" else nullcontext():
+            try:
+                split.loss(**(right | change if rank else right))
+                found[name] = "nothing"
+            except (ValueError, TypeError) as error:
+                found[name] = str(error)
+    model.train()
+    torch.manual_seed(3)
+    found["checked"] = split.loss(**right).item()
+    torch.manual_seed(3)
+    split.checks_inputs = False
+    with mock.patch.object(comm, "alike") as asked:
+        found["unchecked"] = split.loss(**right).item()
+    asked.assert_not_called()
+    return found
+
+
+@pytest.mark.parametrize("save", [None, "recompute"], ids=["unfused", "fused"])
+def test_a_loss_that_one_rank_cannot_compute_is_refused_on_all(save: str | None) -> None:
+    for rank, found in enumerate(on_ranks(losses, 2, "gloo", save)):
+        for name, said in SAID.items():
+            ahead = "" if rank or said == FORM else "rank 1: "
+            assert found[name].startswith(ahead + said), (rank, name, found[name])
+        assert found["checked"] == found["unchecked"] > 0
