@@ -157,10 +157,11 @@ def _grad(results: Results) -> tuple[float, str]:
         for provider in ("ours, drawing a mask", "ours")
     )
     why = (
-        "Neither bytes nor instructions fill it: one block of 8 warps a multiprocessor waits for memory, at "
+        "Of the form in this record: one block of 8 warps a multiprocessor waits for memory, at "
         f"{dram:.0f} % of DRAM's rate and {issue:.0f} % of the issue slots, {us:.0f} µs. The sum of its shares takes "
-        f"{added:.0f} µs, and the draw {(drawn - alone) * 1e3:.0f}. 1.55 is what the kernel plan calls honest. Next: "
-        "stores without branches, and shares that are added up in a cluster. Two blocks a multiprocessor lost (D2)."
+        f"{added:.0f} µs, and the draw {(drawn - alone) * 1e3:.0f}. 1.55 is what the kernel plan calls honest. "
+        "Since then warps of their own make dy8 (H26), and the sum waits once for its shares (H27). Next: the draw "
+        "beside them, and shares that are added up in a cluster. Two blocks a multiprocessor lost (D2)."
     )
     return 3 * SQUARE**2 + SQUARE**2 / 8 + 2 * shares, why
 

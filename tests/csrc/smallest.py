@@ -157,14 +157,17 @@ def groups() -> Iterator[Call]:
 
 
 def strips() -> Iterator[Call]:
-    """Strips of one tile, and of four, of which the last hangs over; those need a panel for each multiprocessor."""
-    cols = 3 * 128 + 8
-    for rank, rows in itertools.product((*RANKS, 32), (205, 128 * multiprocessors_of(0) - 5)):
+    """Strips of one tile, and of four, of which the last hangs over; those need a panel for each multiprocessor.
+
+    Rows of dy8 begin at multiples of 8 bytes, and of 16.
+    """
+    sizes = (205, 392), (128 * multiprocessors_of(0) - 5, 392), (128 * multiprocessors_of(0), 400)
+    for rank, (rows, cols) in itertools.product((*RANKS, 32), sizes):
         make = partial(grad_of, cols, rank)
-        yield Call(f"{rows} rows, r{rank}", ops.quantize_grad, make, rows)
+        yield Call(f"{rows} × {cols}, r{rank}", ops.quantize_grad, make, rows)
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
-            yield Call(f"{rows} rows, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
+            yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
 
 
 def downs() -> Iterator[Call]:

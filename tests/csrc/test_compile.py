@@ -32,7 +32,7 @@ REGISTERS = {
     "transpose_fp8_kernel": 64,
     "fp8_gemm_kernel": 168,  # one block of 384 threads (or 512: 128); setmaxnreg shares them out anew
     "fp8_block_gemm_kernel": 168,  # as fp8_gemm_kernel
-    "quantize_grad_kernel": 255,  # one block of 256 threads, or of 384 that draw: DRAWING_REGISTERS
+    "quantize_grad_kernel": 128,  # one block of 512 threads; GRAD_REGISTERS
     "sum_shares_kernel": 64,
     "amax_and_scale_update_kernel": 64,
     "dropout_mask_kernel": 64,
@@ -41,7 +41,8 @@ REGISTERS = {
     "bias_dropout_add_backward_kernel": 128,
     "bias_grad_kernel": 64,
 }
-DRAWING_REGISTERS = 168  # quantize_grad_kernel<…, kDraws = true>
+# quantize_grad_kernel<…, rank, …, kDraws>: one block of 256 threads, and of 640
+GRAD_REGISTERS = {("128", "0"): 255, ("16", "1"): 96}
 # quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
 HIGHEST_RANK_REGISTERS = 255
 LOW_TILE_REGISTERS = 255  # fp8_gemm_kernel<…, Shape::kLow, …>: one block of 256 threads
@@ -49,14 +50,17 @@ SPILLED_BYTES = {  # of a thread; all branches
     "fp8_gemm_kernel": 64,
     "fp8_block_gemm_kernel": 48,
     "lora_grad_a_kernel": 8,
+    "quantize_grad_kernel": 12,
 }
 # The same by branch, as loads and stores in the code: (where a kernel multiplies, what of a kernel's warps helps).
 # fp8_gemm's helpers draw a mask with 40 to 56 registers, while others multiply. Its largest tiles spill addresses a few
 # times a tile, outside of the loop over depth. lora_grad_a writes and reads 4 bytes a step, where it draws at rank 32.
+# quantize_grad's warps that draw at rank 64 have 56 registers.
 SPILLS = {
     "fp8_gemm_kernel": (7, 23),
     "fp8_block_gemm_kernel": (0, 23),
     "lora_grad_a_kernel": (2, 0),
+    "quantize_grad_kernel": (0, 6),
 }
 TAKES, GIVES = "USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC"
 # what the kernel is written for: products of FP8 and of 16-bit operands by warpgroups, and the tensor copy engine
@@ -88,8 +92,9 @@ def tool(name: str) -> str | None:
 def bound_of(kernel: str, entry: str) -> int:
     """Of an instance, by its mangled name; its last template argument is a bool where these two have one."""
     true = "Lb1EEEv" in entry.partition("'")[0]
-    if true and kernel == "quantize_grad_kernel":
-        return DRAWING_REGISTERS
+    if kernel == "quantize_grad_kernel":
+        rank, draws = re.search(r"Li(\d+)ELi\d+ELb([01])EEEv", entry).groups()
+        return GRAD_REGISTERS.get((rank, draws), REGISTERS[kernel])
     if kernel == "quantize_lora_down_panels_kernel" and "Li256E" in entry:
         return HIGHEST_RANK_REGISTERS
     if kernel == "fp8_gemm_kernel" and "ShapeE0E" in entry:
@@ -158,9 +163,12 @@ def test_nvcc_is_found_where_setup_finds_it(
 
 
 def test_a_block_with_more_threads_has_a_bound_of_its_own() -> None:
-    names = [f"_ZN20quantize_grad_kernelI6__halfLi64ELi4ELb{i}EEEv14CUtensorMap" for i in (0, 1)]
+    names = [
+        f"_ZN20quantize_grad_kernelI6__halfLi{rank}ELi4ELb{draws}EEEv14CUtensorMap"
+        for rank, draws in ((0, 0), (16, 0), (16, 1), (64, 1), (128, 0))
+    ]
     bounds = [bound_of("quantize_grad_kernel", f"{name}' for 'sm_90a'") for name in names]
-    assert bounds == [255, 168]
+    assert bounds == [128, 128, 96, 128, 255]
     names = [
         f"_ZN32quantize_lora_down_panels_kernelI6__halfLi{r}ELb1EEEv14CUtensorMap"
         for r in (192, 256)
@@ -215,7 +223,7 @@ def spills(function: Function) -> tuple[set[int], set[int]]:
     takes, gives = function.places(TAKES), function.places(GIVES)
     if not takes:
         return local, set()
-    helping = local & function.reached(gives[0], takes)
+    helping = local & set().union(*(function.reached(place, takes) for place in gives))
     return local - helping, helping
 
 
@@ -236,7 +244,8 @@ def in_inner_loops(function: Function, places: set[int]) -> bool:
 def waits_for_registers(function: Function, at_launch: int) -> int:
     """How many registers, one thread of each warpgroup together, are asked for beyond what the block has.
 
-    The first warpgroup gives registers, and the others take them. Where these are too few, they wait for ever.
+    One warpgroup gives registers, and the others take them; in quantize_grad two take, and the others give. Where what
+    is given is too little, they wait for ever.
     """
     takes, gives = function.places(TAKES), function.places(GIVES)
     if not takes and not gives:
@@ -245,8 +254,9 @@ def waits_for_registers(function: Function, at_launch: int) -> int:
         {int(re.search(r"0x(\w+)", function.code[i].arguments)[1], 16) for i in places}
         for places in (takes, gives)
     )
-    others = function.threads // 128 - 1
-    return max(given) + others * max(taken) - (1 + others) * at_launch
+    count = function.threads // 128
+    takers = 2 if "quantize_grad_kernel" in function.name else count - 1
+    return (count - takers) * max(given) + takers * max(taken) - count * at_launch
 
 
 LISTING = """
@@ -283,6 +293,8 @@ def test_what_a_listing_says_of_spills_and_registers() -> None:
     assert not in_inner_loops(function, multiplying)
     assert waits_for_registers(function, 168) == 0
     assert waits_for_registers(function, 160) == 3 * 8
+    [of_two] = functions(LISTING.replace("fp8_gemm", "quantize_grad").replace("0180", "0200"))
+    assert waits_for_registers(of_two, 128) == 2 * (0xE0 + 0x38) - 4 * 128
     moved = LISTING.replace(".L_x_2:\n", "").replace(".L_x_1:\n", ".L_x_1:\n.L_x_2:\n")
     [inner] = functions(moved)
     assert in_inner_loops(inner, spills(inner)[0])

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/draw_mask.h"
 #include "device/overlap.h"
-#include "device/ptx/threads.h"
+#include "device/ptx/cp_async.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
-#include "ops/quantize_grad/sm90_tiles.h"
+#include "ops/quantize_grad/sm90_quantizer.h"
 
 namespace lorakernels {
 namespace {
 
-constexpr int kSumThreads = 256;
+constexpr int kSumThreads = 256, kSharesAtOnce = 16;
 
 // Stores a warpgroup's [64, kRank] sums in the order in which its threads hold them.
 template <int kSums>
@@ -21,124 +21,177 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   }
 }
 
-// Waits for all threads but those that only draw the mask.
-template <bool kDraws>
-__device__ __forceinline__ void sync_threads() {
-  if constexpr (kDraws) {
-    sync_some_threads<kThreads>(1);
-  } else {
-    __syncthreads();
+// The warpgroups that make dy8 and do not multiply. At rank 0 the first thread brings the tiles, too.
+template <typename T, int kRank, typename Tile, typename Role>
+__device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
+                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
+  Producer<Tile> producer(Cursor(grid), ring);
+  if constexpr (kRank == 0) {
+    for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
+  } else if (params.scale_inv == nullptr) {
+    return;
   }
+  constexpr int kAtOnce = Role::kLeft < 64 ? 2 : 4;  // as registers allow
+  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_to_use(params.scale),
+                                                               threadIdx.x - Role::kFirstQuantizer);
+  if (blockIdx.x == 0 && threadIdx.x == Role::kFirstQuantizer) *params.scale_inv = __frcp_rn(quantize.scale);
+  quantize.in_form(params, [&](auto format, auto wide) {
+    for (Cursor now(grid); now.left > 0; now.advance()) {
+#pragma unroll 1
+      for (int i = 0; i < Tile::kSteps; ++i, ring.advance()) {
+        const int row = now.panel * kPanelRows + i % Tile::kStagesOfStep * Tile::kRows;
+        const int col = now.strip * Tile::kStripCols + i / Tile::kStagesOfStep * Tile::kStepCols;
+        wait_for(ring.full(), ring.round);
+        if constexpr (kRank == 0) producer.bring(dy);
+        quantize.template tile<format.value, wide.value>(params, shared + ring.stage * kStageBytes, row, col);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(ring.empty());
+      }
+    }
+  });
+  if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+}
+
+// The products of a step in its stages, `first` and `second`, which is `first` where a step has one. `from_zero`: dB of
+// the strip begins here.
+template <typename T, int kRank, typename Tile, int kSums>
+__device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&sum_dB)[Tile::kSteps][kSums], int step,
+                                              const RingOf<Tile>& first, const RingOf<Tile>& second, uint64_t B,
+                                              uint64_t s, bool from_zero) {
+  using Rows = Factor<kRank>;
+  constexpr int kAcross = Tile::kAcross, kStepsOfStage = Tile::kRows / 16;
+  constexpr bool kTwo = Tile::kStagesOfStep == 2;
+  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128,
+                                0);  // equal in the warp, so that the compiler keeps it in a uniform register
+  const uint32_t below = kTwo ? second.tile() : first.tile() + kAtomBytes;
+  const uint64_t rows_of_dy = DyRows::descriptor(group == 0 ? first.tile() : below);
+  const uint64_t cols_of_dy[2] = {DyRows::descriptor(first.tile() + group * Tile::kColBytes),
+                                  DyRows::descriptor(second.tile() + group * Tile::kColBytes)};
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4 * kAcross; ++k) {  // ds += dy B
+    wgmma<T, 0>(sum_ds, moved(rows_of_dy, k / 4 * Tile::kColBytes + k % 4 * 32),
+                moved(B, (step * 4 * kAcross + k) * Rows::kBytesOf16Rows), step > 0 || k > 0);
+  }
+#pragma unroll
+  for (int i = 0; i < kAcross / 2; ++i) {
+#pragma unroll
+    for (int k = 0; k < kPanelRows / 16; ++k) {  // dB += dyᵀ s
+      const uint32_t at = i * 2 * Tile::kColBytes + k % kStepsOfStage * (16 * 128);
+      wgmma<T, 1>(sum_dB[step * (kAcross / 2) + i], moved(cols_of_dy[k / kStepsOfStage], at),
+                  moved(s, k * Rows::kBytesOf16Rows), !from_zero | (k > 0));
+    }
+  }
+  wgmma_commit();
+}
+
+// The warpgroups that multiply. Their first thread brings the tiles. At rank 128 they make dy8 as well.
+template <typename T, int kRank, typename Tile, typename Role>
+__device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
+                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
+  using Rows = Factor<kRank>;
+  constexpr int kSums = kRank / 2;  // of a thread
+  constexpr int64_t kBlockFloats = kAtom * kRank;
+  const uint32_t base = shared_address(shared);
+  const int group = threadIdx.x / 128;
+  Cursor now(grid), ahead = now;
+  Producer<Tile> producer(now, ring);
+  for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
+  if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
+  const bool quantizes = !Role::kApart && params.scale_inv != nullptr;
+  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(quantizes ? scale_to_use(params.scale) : 1.0f, threadIdx.x);
+  if (quantizes && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
+
+  const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
+  float sum_dB[Tile::kSteps][kSums] = {};
+  for (; now.left > 0; now.advance()) {
+    const bool begins = now.count == 0 || now.panel == 0, ends = now.panel == now.panels - 1 || now.left == 1;
+    const uint64_t s = Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
+    if (begins) {
+      sync_some_threads<kMultiplying>(1);
+      load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
+    }
+    wait_for_all_copies();
+    fence_for_async();
+    sync_some_threads<kMultiplying>(1);
+    ahead.advance();
+    if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
+    float sum_ds[kSums] = {};
+#pragma unroll
+    for (int step = 0; step < Tile::kStepsOfStrip; ++step) {
+      RingOf<Tile> last = ring;
+      wait_for(ring.full(), ring.round);
+      if constexpr (Tile::kStagesOfStep == 2) {
+        last.advance();
+        wait_for(last.full(), last.round);
+      }
+      multiply_step<T, kRank, Tile>(sum_ds, sum_dB, step, ring, last, B, s, begins);
+#pragma unroll
+      for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy);
+      if (quantizes) {
+        const int row = now.panel * kPanelRows, col = now.strip * Tile::kStripCols + step * Tile::kStepCols;
+        quantize.in_form(params, [&](auto format, auto wide) {
+          quantize.template tile<format.value, wide.value>(params, shared + ring.stage * kStageBytes, row, col);
+        });
+      }
+      wgmma_wait();
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < Tile::kStagesOfStep; ++i, ring.advance()) {
+        if (threadIdx.x % 32 == 0) arrive(ring.empty());
+      }
+    }
+    const int64_t panel = now.strip * grid.panels + now.panel;
+    store_sums(params.workspace + (panel * kGroups + group) * kBlockFloats, sum_ds);
+    if (!ends || params.dB == nullptr) continue;
+    float* const segment = params.workspace + grid.ds_floats() + (blockIdx.x + now.strip) * grid.segment_floats();
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
+    }
+  }
+  if (quantizes && params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
 }
 
 template <typename T, int kRank, int kSteps, bool kDraws>
-__global__ void __launch_bounds__(kThreadsOf<kDraws>, 1)
+__global__ void __launch_bounds__((Roles<kRank, kDraws>::kThreads), 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = Tiling<kRank, kSteps>;
-  using Rows = Factor<kRank == 0 ? 16 : kRank>;
-  constexpr int kSums = kRank == 0 ? 4 : kRank / 2;  // of a thread
-  constexpr int64_t kBlockFloats = kAtom * kRank;
+  using Role = Roles<kRank, kDraws>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  begin_after_previous_kernel();
   const uint32_t base = shared_address(shared);
-  const int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128,
-                                0);  // equal in the warp, so that the compiler keeps it in a uniform register
   [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
-  TileRing<Tile::kStages, kStageBytes> ring(base, base + Tile::kOffsetBarriers);
+  const RingOf<Tile> ring(base, base + Tile::kOffsetBarriers);
   if (threadIdx.x == 0) {
-    for (TileRing<Tile::kStages, kStageBytes> each = ring; each.round == 0; each.advance()) {
+    const int quantizers = params.scale_inv == nullptr ? 0 : 4 * Role::kQuantizers;
+    for (RingOf<Tile> each = ring; each.round == 0; each.advance()) {
       init_barrier(each.full(), 1);
-      init_barrier(each.empty(), kThreads / 32);
+      init_barrier(each.empty(), 4 * Role::kMultipliers + quantizers);
     }
     fence_barrier_init();
     if constexpr (kDraws) *drawn = 0;
+    if (grid.panels > 0) prefetch_map(dy);  // of no rows there is none
   }
+  begin_after_previous_kernel();
   __syncthreads();
-  if constexpr (kDraws) {
-    if (threadIdx.x >= kThreads) {
-      give_registers<kRegistersOfDrawer>();
-      return draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
-    }
-    take_registers<kRegistersOfWorker>();
-  }
-  Cursor now(grid), ahead = now;
-  Producer<Tile> producer(now, ring);
-  for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
-  if constexpr (kRank > 0) {
-    if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
-  }
-  const bool quantizes = params.scale_inv != nullptr;
-  Quantizer<T, kRank <= 32 ? 4 : 1> quantize(quantizes ? scale_to_use(params.scale) : 1.0f);
-  if (quantizes && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
-
-  [[maybe_unused]] const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
-  float sum_dB[Tile::kSteps][kSums] = {};
-  for (; now.left > 0; now.advance()) {
-    const bool begins = now.count == 0 || now.panel == 0, ends = now.panel == now.panels - 1 || now.left == 1;
-    [[maybe_unused]] const uint64_t s =
-        Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
-    if constexpr (kRank > 0) {
-      if (begins) {
-        sync_threads<kDraws>();
-        load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
-      }
-      wait_for_all_copies();
-      fence_for_async();
-      sync_threads<kDraws>();
-      ahead.advance();
-      if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
-    }
-    const int64_t first_row = static_cast<int64_t>(now.panel) * kPanelRows;
-    const int64_t first_col = static_cast<int64_t>(now.strip) * Tile::kStripCols;
-    float sum_ds[kSums] = {};
-#pragma unroll
-    for (int step = 0; step < Tile::kSteps; ++step, ring.advance()) {
-      wait_for(ring.full(), ring.round);
-      if constexpr (kRank > 0) {
-        const uint64_t rows_of_dy = DyRows::descriptor(ring.tile() + group * kAtomBytes);
-        const uint64_t cols_of_dy = DyRows::descriptor(ring.tile() + group * (2 * kAtomBytes));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {  // ds += dy B
-          wgmma<T, 0>(sum_ds, moved(rows_of_dy, k / 4 * (2 * kAtomBytes) + k % 4 * 32),
-                      moved(B, (step * 8 + k) * Rows::kBytesOf16Rows), step > 0 || k > 0);
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {  // dB += dyᵀ s
-          wgmma<T, 1>(sum_dB[step], moved(cols_of_dy, k * (16 * 128)), moved(s, k * Rows::kBytesOf16Rows),
-                      !begins | (k > 0));
-        }
-        wgmma_commit();
-      }
-      producer.bring(dy);
-      if (quantizes) {
-        const uint8_t* const tile = shared + ring.stage * kStageBytes;
-        if (params.is_e5m2) {
-          quantize.template tile<__NV_E5M2>(params, tile, first_row, first_col + step * kTileCols);
-        } else {
-          quantize.template tile<__NV_E4M3>(params, tile, first_row, first_col + step * kTileCols);
-        }
-      }
-      if constexpr (kRank > 0) wgmma_wait();
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) arrive(ring.empty());
-    }
-    if constexpr (kRank > 0) {
-      const int64_t panel = now.strip * grid.panels + now.panel;
-      store_sums(params.workspace + (panel * kGroups + group) * kBlockFloats, sum_ds);
-      if (!ends || params.dB == nullptr) continue;
-      float* const segment = params.workspace + grid.ds_floats() + (blockIdx.x + now.strip) * grid.segment_floats();
-#pragma unroll
-      for (int step = 0; step < Tile::kSteps; ++step) {
-        store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
-      }
-    }
-  }
-  if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
-  if constexpr (kDraws && kRank < 64) {  // with rank 64 registers would be spilled
+  [[maybe_unused]] const auto draw = [&] {
     draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+  };
+  constexpr bool kHelp = kDraws && kRank < 64;  // whoever is done draws; with rank 64 registers would be spilled
+  const int thread = threadIdx.x;
+  if (kDraws && thread >= Role::kFirstDrawer) {
+    if constexpr (Role::kShifts) give_registers<Role::kLeft>();
+    if constexpr (kDraws) draw();
+  } else if (Role::kApart && thread >= Role::kFirstQuantizer) {
+    if constexpr (Role::kShifts) give_registers<Role::kLeft>();
+    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
+    if constexpr (kHelp) draw();
+  } else if constexpr (kRank > 0) {
+    if constexpr (Role::kShifts) take_registers<Role::kWanted>();
+    multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
+    if constexpr (kHelp) draw();
   }
 #endif
 }
@@ -188,10 +241,22 @@ __global__ void __launch_bounds__(kSumThreads)
   if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
   const int64_t pitch = is_ds ? projections.pitch : rank;
   float sum[4] = {};
-#pragma unroll 16
-  for (int share = 0; share < static_cast<int>(shares); ++share) {
-    const float4 four = __ldcg(reinterpret_cast<const float4*>(source + share * stride));
-    sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+  // By cp.async, because ptxas adds the first shares before it loads the last ones, and waits for memory each time.
+  extern __shared__ float4 staged[];  // [kSharesAtOnce, kSumThreads]
+  const auto mine = reinterpret_cast<const float4*>(source);
+  for (int done = 0; done < static_cast<int>(shares); done += kSharesAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kSharesAtOnce; ++i) {
+      const bool exists = done + i < static_cast<int>(shares);
+      copy_async(shared_address(staged + i * kSumThreads + threadIdx.x), mine + (exists ? done + i : 0) * (stride / 4),
+                 exists);
+    }
+    wait_for_all_copies();
+#pragma unroll
+    for (int i = 0; i < kSharesAtOnce; ++i) {
+      const float4 four = staged[i * kSumThreads + threadIdx.x];
+      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
+    }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -213,10 +278,11 @@ __global__ void __launch_bounds__(kSumThreads)
 
 template <typename T, int kRank, int kSteps, bool kDraws>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
+  using Tile = Tiling<kRank, kSteps>;
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
-  constexpr int kBytes = Tiling<kRank, kSteps>::kBytes;
-  const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, kPanelRows);  // swizzled as DyRows
-  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOf<kDraws>, kBytes, stream, true, dy, params, grid);
+  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kDraws>::kThreads;
+  const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, Tile::kRows);  // swizzled as DyRows
+  launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOfBlock, kBytes, stream, true, dy, params, grid);
 }
 
 template <typename T, int kRank, bool kDraws>
@@ -255,7 +321,8 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
   if (sums_of == 0) return;  // of no rows, and without dB: a grid of no blocks cannot be launched
   const int64_t threads = sums_of * grid.padded_rank / 4;
   const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
-  launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, 0, stream, true, params, grid);
+  launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, kSharesAtOnce * kSumThreads * sizeof(float4), stream, true,
+                params, grid);
 }
 
 }  // namespace

@@ -1,18 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// For .cu files only: the shared memory of a block of quantize_grad_kernel, what fills it, and how dy8 is made from it.
+// For .cu files only: the warpgroups of a block of quantize_grad_kernel, its shared memory, and what fills that.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "device/factor.h"
-#include "device/pairs.h"
 #include "device/ptx/cp_async.h"
 #include "device/ptx/mbarrier.h"
 #include "device/ptx/shared_memory.h"
+#include "device/ptx/threads.h"
 #include "device/ptx/tma.h"
 #include "device/ptx/wgmma.h"
 #include "device/tile_ring.h"
-#include "ops/amax/device.h"
 #include "ops/quantize_grad/params.h"
 
 namespace lorakernels {
@@ -20,16 +17,35 @@ namespace {
 
 using Grid = QuantizeGradGrid;
 
-constexpr int kGroups = 2;  // warpgroups of a block
-constexpr int kThreads = 128 * kGroups;
-template <bool kDraws>
-constexpr int kThreadsOf = kThreads + (kDraws ? 128 : 0);  // one more warpgroup draws the mask
-constexpr int kRegistersOfWorker = 216, kRegistersOfDrawer = 72;
-static_assert(kGroups * kRegistersOfWorker + kRegistersOfDrawer <= (kGroups + 1) * 168,
-              "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
+constexpr int kGroups = 2;                   // warpgroups that multiply
+constexpr int kMultiplying = 128 * kGroups;  // threads
+
+// What a block's warpgroups do. The first two multiply, the next ones make dy8, and the last ones draw the mask, so
+// that each waits for what it needs alone. At rank 0 nobody multiplies. At rank 128 too few registers are left, and
+// those that multiply make dy8 as well.
+template <int kRank, bool kDraws>
+struct Roles {
+  static constexpr bool kApart = kRank < 128;
+  static constexpr int kMultipliers = kRank > 0 ? kGroups : 0;
+  static constexpr int kQuantizers = !kApart ? 0 : kRank == 0 ? 4 : kRank > 16 && kDraws ? 1 : 2;
+  static constexpr int kDrawers = kDraws ? 1 : 0;
+  static constexpr int kCount = kMultipliers + kQuantizers + kDrawers, kThreads = 128 * kCount;
+  static constexpr int kFirstQuantizer = 128 * kMultipliers, kFirstDrawer = kFirstQuantizer + 128 * kQuantizers;
+  static constexpr int kQuantizingWarps = 4 * (kApart ? kQuantizers : kMultipliers);
+
+  // Registers of a thread: at launch, then of those that multiply, and of the others.
+  static constexpr int kAtLaunch = registers_of_warpgroups<kCount>() / kCount;
+  static constexpr int kWanted = kRank == 64 ? 200 : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr bool kShifts = kApart && kWanted > kAtLaunch;
+  static constexpr int kLeft =
+      kShifts ? (kCount * kAtLaunch - kMultipliers * kWanted) / (kCount - kMultipliers) / 8 * 8 : kAtLaunch;
+  static_assert(kMultipliers * kWanted + (kCount - kMultipliers) * kLeft <= kCount * kAtLaunch,
+                "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
+};
+
 constexpr int kAtom = 64;  // rows and columns of a matrix of 128-byte rows
 constexpr int kAtomBytes = kAtom * 128;
-constexpr int kStageBytes = 4 * kAtomBytes;  // a tile of 128 × 128 as [column half][row half] atoms
+constexpr int kStageBytes = 4 * kAtomBytes;
 constexpr int kPanelRows = Grid::kPanelRows;
 constexpr int kTileCols = Grid::kTileCols;
 static_assert(kPanelRows == kGroups * kAtom && kTileCols == kGroups * kAtom);
@@ -54,7 +70,15 @@ template <int kRank, int kTilesOfStrip>
 struct Tiling {
   static constexpr int kSteps = kTilesOfStrip;
   static constexpr int kStripCols = kSteps * kTileCols;
-  static constexpr int kStages = kRank <= 32 ? 5 : kRank == 64 ? 4 : 3;
+  // A step takes 128 rows and 64 kAcross columns. Its stages lie one below the other, with kRows rows each, as atoms.
+  // The atoms of the leftmost 64 columns are first. What lies side by side in device memory is asked for together.
+  static constexpr int kStagesOfStep = kSteps == 4 && kRank <= 32 ? 2 : 1;
+  static constexpr int kAcross = 2 * kStagesOfStep;
+  static constexpr int kRows = kPanelRows / kStagesOfStep;
+  static constexpr int kColBytes = kRows * 128;  // of a stage: from one 64 columns to the next
+  static constexpr int kStepCols = kAtom * kAcross;
+  static constexpr int kStepsOfStrip = kStripCols / kStepCols;
+  static constexpr int kStages = kRank <= 16 ? 6 : kRank == 32 ? 5 : kRank == 64 ? 4 : 3;
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
   static constexpr int kOffsetB = kStages * kStageBytes;
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
@@ -64,26 +88,8 @@ struct Tiling {
   static_assert(kBytes <= 227 * 1024);
 };
 
-template <__nv_fp8_interpretation_t kFormat>
-__device__ uint32_t fp8_of_two(float2 value, float scale) {
-  return __nv_cvt_float2_to_fp8x2({value.x * scale, value.y * scale}, __NV_SATFINITE, kFormat);
-}
-
-template <typename T, __nv_fp8_interpretation_t kFormat>
-__device__ uint2 fp8_of_eight(const uint4& words, float scale) {
-  const auto four = [&](uint32_t low, uint32_t high) {
-    return fp8_of_two<kFormat>(unpacked<T>(low), scale) | fp8_of_two<kFormat>(unpacked<T>(high), scale) << 16;
-  };
-  return {four(words.x, words.y), four(words.z, words.w)};
-}
-
-// Raises *amax. Non-negative floats compare like their bits as integers, and NaN is then above inf.
-template <typename T>
-__device__ void raise_amax(float* amax, uint32_t most) {
-  most = warp_max_magnitude(most);
-  if (threadIdx.x % 32 != 0 || most == 0) return;
-  atomicMax(reinterpret_cast<int*>(amax), __float_as_int(unpacked<T>(most).x));
-}
+template <typename Tile>
+using RingOf = TileRing<Tile::kStages, kStageBytes>;
 
 // Walks over a block's run of (strip, panel) pairs.
 struct Cursor {
@@ -103,14 +109,14 @@ struct Cursor {
   }
 };
 
-// Thread 0 starts the copies of dy's tiles, one less than the ring has stages ahead of their use.
+// Thread 0 starts the copies of dy's tiles, as far ahead of their use as the ring has stages.
 template <typename Tile>
 struct Producer {
   Cursor at;
-  TileRing<Tile::kStages, kStageBytes> ring;
-  int step = 0;
+  RingOf<Tile> ring;
+  int col = 0, row = 0;  // in the strip and in the panel
 
-  __device__ Producer(const Cursor& first, const TileRing<Tile::kStages, kStageBytes>& ring) : at(first), ring(ring) {}
+  __device__ Producer(const Cursor& first, const RingOf<Tile>& ring) : at(first), ring(ring) {}
 
   // Waits until all warps have used the tile that the stage holds.
   __device__ void bring(const CUtensorMap& dy) {
@@ -119,13 +125,17 @@ struct Producer {
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), kStageBytes);
       const uint64_t policy = evict_first_policy();
-      const int col = at.strip * Tile::kStripCols + step * kTileCols, row = at.panel * kPanelRows;
-      copy_box(ring.tile(), dy, col, row, ring.full(), policy);
-      copy_box(ring.tile() + 2 * kAtomBytes, dy, col + kAtom, row, ring.full(), policy);
+#pragma unroll
+      for (int i = 0; i < Tile::kAcross; ++i) {
+        copy_box(ring.tile() + i * Tile::kColBytes, dy, at.strip * Tile::kStripCols + col + i * kAtom,
+                 at.panel * kPanelRows + row, ring.full(), policy);
+      }
     }
     __syncwarp();
     ring.advance();
-    if (++step == Tile::kSteps) step = 0, at.advance();
+    row += Tile::kRows;
+    if (row == kPanelRows) row = 0, col += Tile::kStepCols;
+    if (col == Tile::kStripCols) col = 0, at.advance();
   }
 };
 
@@ -139,7 +149,7 @@ __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base,
   const FactorSource source(there ? static_cast<const T*>(params.s) + window : nullptr, params.rows, params.rank,
                             projections.pitch, params.dtype);
 #pragma unroll
-  for (int i = threadIdx.x; i < kPanelRows * Rows::kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kPanelRows * Rows::kChunks; i += kMultiplying) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const int64_t source_row = static_cast<int64_t>(at.panel) * kPanelRows + row;
     const uint32_t address = to + Rows::offset(row, chunk, kPanelRows);
@@ -159,52 +169,12 @@ __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base,
   const bool there = projections.window[projections.of(static_cast<int64_t>(strip) * kCols)] >= 0;
   const FactorSource source(there ? params.B : nullptr, params.cols, params.rank, params.rank, params.b_dtype);
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kMultiplying) {
     const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
     const uint4 rounded = source.rounded<T>(static_cast<int64_t>(strip) * kCols + row, chunk);
     store_shared(base + Tile::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
   }
 }
-
-// Makes dy8 of this warpgroup's half of a tile, 16 neighbouring elements of a thread at a time, and raises `most`.
-template <typename T, int kBatch>
-struct Quantizer {
-  float scale;
-  uint32_t most = 0;
-  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;  // of the tile
-  int col = threadIdx.x % 4 * 16;
-  uint32_t source = threadIdx.x / 128 * kAtomBytes + DyRows::offset(row % kAtom, threadIdx.x % 4 * 2);  // of the tile
-
-  __device__ explicit Quantizer(float scale) : scale(scale) {}
-
-  template <__nv_fp8_interpretation_t kFormat>
-  __device__ void tile(const QuantizeGradParams& params, const uint8_t* tile, int64_t first_row, int64_t first_col) {
-    const bool wide = params.cols % 16 == 0;
-    uint8_t* const target = params.dy8 + (first_row + row) * params.cols + first_col + col;
-    const int64_t rows = params.rows - first_row - row, cols = params.cols - first_col - col;
-#pragma unroll
-    for (int first = 0; first < 4; first += kBatch) {
-      uint4 low[kBatch], high[kBatch];
-#pragma unroll
-      for (int i = first; i < first + kBatch; ++i) {
-        const uint32_t at = source + i / 2 * (8 * 128) + i % 2 * (2 * kAtomBytes);
-        low[i - first] = *reinterpret_cast<const uint4*>(tile + at);
-        high[i - first] = *reinterpret_cast<const uint4*>(tile + (at ^ 16));
-      }
-#pragma unroll
-      for (int i = first; i < first + kBatch; ++i) {
-        const uint4 &l = low[i - first], &h = high[i - first];
-        for (const uint32_t word : {l.x, l.y, l.z, l.w, h.x, h.y, h.z, h.w}) most = max_magnitude(most, word);
-        const uint2 a = fp8_of_eight<T, kFormat>(l, scale), b = fp8_of_eight<T, kFormat>(h, scale);
-        uint8_t* const to = target + i / 2 * 8 * params.cols + i % 2 * kAtom;
-        const bool inside = i / 2 * 8 < rows && i % 2 * kAtom < cols;
-        if (inside && wide) __stwb(reinterpret_cast<uint4*>(to), make_uint4(a.x, a.y, b.x, b.y));
-        if (inside && !wide) __stwb(reinterpret_cast<uint2*>(to), a);
-        if (inside && !wide && i % 2 * kAtom + 8 < cols) __stwb(reinterpret_cast<uint2*>(to + 8), b);
-      }
-    }
-  }
-};
 
 }  // namespace
 }  // namespace lorakernels
