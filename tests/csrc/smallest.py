@@ -171,7 +171,10 @@ def strips() -> Iterator[Call]:
 
 
 def downs() -> Iterator[Call]:
-    """Columns that TMA takes and that it does not, with slices that end inside of a step; rank 32 in panels."""
+    """Columns that TMA takes and that it does not, with slices that end inside of a step; rank 32 in panels.
+
+    Sums of up to seven slices are added at once, of nine in two turns.
+    """
     op = ops.quantize_lora_down
     for rank, p, cols in itertools.product((*RANKS, 32), (0.0, 0.3), (1096, 1104)):
         if rank or not p:
@@ -179,10 +182,15 @@ def downs() -> Iterator[Call]:
             yield Call(f"{cols} columns, r{rank}, p {p}", op, make, 205)
     for p in (0.0, 0.3):
         yield Call(f"panels r32, p {p}", op, partial(down_of, 1104, 32, p, "kept", FP16), 7700)
+    for rank, cols in ((16, 9 * 1024 + 16), (32, 9 * 512 + 16), (64, 9 * 256 + 16)):
+        yield Call(f"nine slices r{rank}", op, partial(down_of, cols, rank, 0.3, "kept", BF16), 37)
 
 
 def grads_of_a() -> Iterator[Call]:
-    """x in 16 bits, in FP8 and in FP8 blocks; the mask drawn, given and none."""
+    """x in 16 bits, in FP8 and in FP8 blocks; the mask drawn, given and none.
+
+    At rank 64 two slices of the rows are a cluster, and one slice is a block. A kernel adds up four and ten.
+    """
     forms = {"x": (False, False), "x8": (True, False), "x8 in blocks": (True, True)}
     for (what, (fp8, in_blocks)), rank in itertools.product(forms.items(), (*RANKS[1:], 32)):
         for mask in ("none", "drawn", "given"):
@@ -190,6 +198,9 @@ def grads_of_a() -> Iterator[Call]:
             make: Any = partial(dA_of, 400, rank, fp8, p, BF16, BF16, blocks=in_blocks)
             make = partial(_with_bits, make) if mask == "given" else make
             yield Call(f"{what} r{rank}, mask {mask}", ops.lora_grad_a, make, 205)
+        make = partial(dA_of, 400, rank, fp8, 0.3, BF16, BF16, blocks=in_blocks)
+        for slices in (1, 2, 10):
+            yield Call(f"{what} r{rank}, slices {slices}", ops.lora_grad_a, make, 64 * slices - 7)
 
 
 MORE: dict[str, Callable[[], Iterator[Call]]] = {

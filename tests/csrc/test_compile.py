@@ -49,17 +49,14 @@ LOW_TILE_REGISTERS = 255  # fp8_gemm_kernel<…, Shape::kLow, …>: one block of
 SPILLED_BYTES = {  # of a thread; all branches
     "fp8_gemm_kernel": 64,
     "fp8_block_gemm_kernel": 48,
-    "lora_grad_a_kernel": 8,
     "quantize_grad_kernel": 12,
 }
 # The same by branch, as loads and stores in the code: (where a kernel multiplies, what of a kernel's warps helps).
 # fp8_gemm's helpers draw a mask with 40 to 56 registers, while others multiply. Its largest tiles spill addresses a few
-# times a tile, outside of the loop over depth. lora_grad_a writes and reads 4 bytes a step, where it draws at rank 32.
-# quantize_grad's warps that draw at rank 64 have 56 registers.
+# times a tile, outside of the loop over depth. quantize_grad's warps that draw at rank 64 have 56 registers.
 SPILLS = {
     "fp8_gemm_kernel": (7, 23),
     "fp8_block_gemm_kernel": (0, 23),
-    "lora_grad_a_kernel": (2, 0),
     "quantize_grad_kernel": (0, 6),
 }
 TAKES, GIVES = "USETMAXREG.TRY_ALLOC", "USETMAXREG.DEALLOC"
@@ -71,6 +68,7 @@ INSTRUCTIONS = {
     "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "sm90_block_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
+    "lora_grad_a_kernel": {"HMMA", "LDGSTS", "UCGABAR_ARV"},  # the last: a cluster's barrier
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},
     "quantize_lora_down_boxes_kernel": {"HMMA", "UTMALDG"},
     "quantize_lora_down_panels_kernel": {"HGMMA", "UTMALDG"},

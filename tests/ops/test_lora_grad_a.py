@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lorakernels import _C, ops
+from lorakernels.device import multiprocessors_of
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits, dropped_words, keep_scale
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.choice import implementations
@@ -94,6 +95,30 @@ def test_p_below_what_16_bits_express_draws_nothing():
     ds, x, slot = inputs(40, 64, 4)
     found = run(ds, x, Dropout(slot, 1e-6, SITE), FP32)
     assert torch.equal(found, run(ds, x, None, FP32))
+
+
+@gpu
+@pytest.mark.parametrize("mask", ["none", "drawn", "given"])
+@pytest.mark.parametrize("slices", [1, 2, 4, 6, 11])
+@pytest.mark.parametrize("r", [16, 24, 64])
+def test_slices_of_64_rows_are_added_first_to_last(r, slices, mask):
+    """In a cluster or by a kernel, bit for bit. The factors are powers of two, so that they do not round."""
+    m, k = 64 * slices - 7, 272
+    ds, x, slot = inputs(m, k, r)
+    x.scale_inv.fill_(0.5)
+    dropout = None if mask == "none" else Dropout(slot, 0.5, SITE)
+    if mask == "given":
+        dropout = dropout._replace(dropped=dropped_bits(dropout_keep(dropout, m, k)))
+    assert _C.lora_grad_a_partial(m, k, r, multiprocessors_of(0)) == slices * r * k
+    expected = torch.zeros(r, k, device="cuda")
+    for first in range(0, m, 64):
+        rows = slice(first, first + 64)
+        part = dropout
+        if dropout is not None:
+            bits = None if dropout.dropped is None else dropout.dropped[rows]
+            part = dropout._replace(row0=first, dropped=bits)
+        expected += run(ds[rows], Scaled(x.data[rows], x.scale_inv), part, FP32)
+    assert torch.equal(run(ds, x, dropout, FP32), expected)
 
 
 @gpu

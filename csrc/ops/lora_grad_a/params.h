@@ -23,7 +23,7 @@ struct LoraGradALimits {
 
 struct LoraGradAParams {
   void* dA;                // [rank, cols] of out_dtype, 16-byte aligned
-  float* partial;          // [slices, rank, cols] of LoraGradAGrid, 16-byte aligned
+  float* partial;          // [slices, rank, cols] of LoraGradAGrid, 16-byte aligned; a cluster does not use it
   const void* ds;          // [rows, rank], rows ds_pitch elements apart, 16-byte aligned
   const void* x;           // [rows, cols], row-major without gaps, 16-byte aligned
   const float* scale_inv;  // [1], or in_blocks [⌈cols / 128⌉, rows]: x is e4m3 bytes; null: x has ds's dtype

@@ -3,6 +3,7 @@
 #include "device/ptx/cp_async.h"
 #include "device/ptx/mma_sync.h"
 #include "device/ptx/shared_memory.h"
+#include "device/slices.h"
 #include "host/build_info.h"
 #include "host/launch.h"
 #include "ops/quantize_lora_down/elements.h"
@@ -160,11 +161,9 @@ __global__ void __launch_bounds__(kFinishThreads)
   for (int64_t i = first; i < count; i += step) {
     const int64_t row = shifts ? i >> bits : i / plan.rank_columns, r = i - row * plan.rank_columns;
     if (r >= params.rank) continue;
-    float sum = 0.0f;
-#pragma unroll 8
-    for (int64_t slice = 0; slice < plan.slices; ++slice) {
-      sum += __ldcg(params.workspace + plan.offset_sums + slice * count + i);
-    }
+    const float* const from = params.workspace + plan.offset_sums + i;
+    const float sum = sum_of_slices<float>(static_cast<uint32_t>(plan.slices),
+                                           [&](uint32_t slice) { return __ldcg(from + slice * count); });
     static_cast<T*>(params.s)[row * params.s_pitch + r] = static_cast<T>(sum * factor);
   }
 
