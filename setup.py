@@ -180,7 +180,7 @@ def ninja_file(build_dir: Path, target: Path, version: str, cuda: Cuda | None) -
     lines = ninja_rules(build_dir, cuda)
     objects = []
     for source in sorted([*CSRC.rglob("*.cpp"), *(CSRC.rglob("*.cu") if cuda else ())]):
-        if cuda and source.name == "no_cuda.cpp":
+        if cuda and source.name == "no_cuda.cpp":  # which stands in for the .cu files beside it
             continue
         # In folders as csrc has them: every op has a bind.cpp.
         obj = esc(build_dir / f"{source.relative_to(CSRC)}.o")

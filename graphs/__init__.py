@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs that follow the order in which layers run. Knows callables; knows nothing of LoRA."""
 
+from .compare.signature import TensorSpec, flatten
 from .device.backend import CudaBackend
 from .device.pool import Pool, pool_in_use
-from .errors import CaptureError, GraphError, ReplayError
+from .interface.errors import CaptureError, GraphError, ReplayError
+from .interface.options import GraphOptions
+from .interface.report import GraphReport, Report
 from .layers.manager import GraphManager
-from .options import GraphOptions
-from .order import Direction, Order, OrderError, ReplayOrderError, Step
+from .plan.order import Direction, Order, OrderError, ReplayOrderError, Step
 from .record.hooks import Hook
 from .record.order_recorder import OrderRecorder
-from .report import GraphReport, Report
-from .signature import TensorSpec, flatten
 from .whole.followers import Follower, follow
 from .whole.step_graph import StepGraph
 

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-# Of a tensor its address is taken, and values are taken by position (csrc/values.h). Sizes count elements.
+# Of a tensor its address is taken, and values are taken by position (csrc/bindings/values.h). Sizes count elements.
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from lorakernels.kernels.arguments import (
+from lorakernels.values import (
     Address,
+    Dropout,
     GroupedWeight,
     ProductSizes,
     RankSizes,
     Scale,
+    Scaled,
     Sizes,
     Tiles,
+    Up,
+    Weight,
     Where,
 )
-from lorakernels.values import Dropout, Scaled, Up, Weight
 
 # How many int32 elements `partials` of quantize_grad has; they need not be initialized (csrc/ops/amax/params.h).
 AMAX_PARTIALS: int

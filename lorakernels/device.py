@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts about this machine and process: GPUs, the C++/CUDA extension, a backward that runs. None is asked at import."""
+"""This machine and process: GPUs, the C++/CUDA extension, a backward that runs, pinned pages of the host.
+
+Nothing is asked at import.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
 AS_ON = "LORAKERNELS_CAPABILITY"
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 
 
 @cache
@@ -52,12 +58,12 @@ def extension() -> ModuleType:
         ImportError: it was not built, or was built for another Python.
     """
     try:
-        from lorakernels import _C
+        import lorakernels._C as compiled
     except ImportError as error:
         raise ImportError(
             f"lorakernels._C cannot be imported ({error}); build it with `pip install .` or `pip install -e .`"
         ) from error
-    return _C
+    return compiled
 
 
 def extension_error() -> str | None:
@@ -112,3 +118,40 @@ def cudnn_folders(maps: Path = Path("/proc/self/maps")) -> list[str]:
     return sorted(
         {m[1] for m in re.finditer(r"(/\S*)/libcudnn\w*\.so[.\d]*$", lines, re.MULTILINE)}
     )
+
+
+def pin(address: int, size: int, device: torch.device, runtime: Any = None) -> int:
+    """0, or CUDA's error code if the system did not pin `size` bytes at `address`.
+
+    GPUs copy from and to pinned pages while they compute. torch's own pinned memory is not used where much is needed or
+    graphs are captured: its allocator rounds to a power of two and gives nothing back, and its record of uses does not
+    work inside a captured graph.
+
+    Args:
+        address, size: of memory that outlives its pinning.
+        device: the GPU whose context is used; another one's would be made.
+        runtime: has `cudaHostRegister`; None is torch's.
+    """
+    runtime = runtime or torch.cuda.cudart()
+    with _on(device):
+        code = int(runtime.cudaHostRegister(address, size, PORTABLE))
+        if code and torch.cuda.is_initialized():
+            # CUDA keeps the error for the next launch that asks, which would raise in place of this call
+            with suppress(RuntimeError):
+                torch.zeros(1, device=device)
+    return code
+
+
+def unpin(addresses: list[int], device: torch.device, runtime: Any = None) -> None:
+    """Unpin what `pin` pinned, after the copies that `device` was given. `addresses` is empty then."""
+    if not addresses:
+        return
+    with suppress(RuntimeError):  # at the end of a process that failed
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
+    while addresses:
+        (runtime or torch.cuda.cudart()).cudaHostUnregister(addresses.pop())
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if torch.cuda.is_initialized() else nullcontext()

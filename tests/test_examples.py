@@ -122,6 +122,8 @@ def test_what_rules_graphs_out_is_said():
     arguments.n_gpu = 2
     with pytest.raises(ValueError, match="over 2 GPUs in threads"):
         LoRAKernelsCallback(model, report).on_train_begin(arguments, None, None)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_shape'"):
+        LoRAKernelsCallback(model, report, max_shape=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")

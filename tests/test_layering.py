@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import lorakernels
+
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
     ("_C", "config", "graphs", "values"),
-    ("device", "lent", "pinning"),
+    ("device",),
     ("numerics",),
     ("kernels",),
     ("ops",),
@@ -68,6 +71,15 @@ SOURCES = sorted(
 )
 
 
+@pytest.mark.parametrize("path", [p for p in SOURCES if p.startswith("integrations/")])
+def test_integrations_take_public_names_from_the_package(path: str) -> None:
+    """As users do, so that these names' places can change."""
+    text = (ROOT / "lorakernels" / path).read_text()
+    found = [n.split(".") for n in imports(text, "lorakernels.integrations")]
+    parts = [n for n in found if n[0] == "lorakernels" and len(n) > 2]
+    assert [n for n in parts if n[-1] in lorakernels.__all__] == []
+
+
 def test_every_module_has_a_layer() -> None:
     tops = {path.split("/")[0].removesuffix(".py").replace("__init__", "") for path in SOURCES}
     assert tops <= set(RANK), f"give {sorted(tops - set(RANK))} a place in LAYERS"
@@ -87,6 +99,38 @@ def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
     names = imports((ROOT / "graphs" / path).read_text(), package)
     found = {n for n in names if n.split(".")[0] == "lorakernels"}
     assert found <= {"lorakernels._C"}
+
+
+FOLDERS = ("device", "bindings", "host", "graphs", "ops")  # of csrc, lowest first
+
+
+def includes(text: str, here: str) -> list[str]:
+    """What `text`, a file of csrc's folder `here`, includes of csrc, but its own folder and lower ones."""
+    found = re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)
+    rank = FOLDERS.index(here.split("/")[0])
+    return [name for name in found if FOLDERS.index(name.split("/")[0]) > rank]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_includes_of_csrc_go_down(folder: str) -> None:
+    """Of the ops, amax alone is part of others. graphs/ has no kernel of an op."""
+    files = [p for p in (ROOT / "csrc" / folder).rglob("*.*") if p.suffix in (".h", ".cpp", ".cu")]
+    assert files
+    assert {p.name: found for p in files if (found := includes(p.read_text(), folder))} == {}
+    for path in files if folder == "ops" else []:
+        others = set(re.findall(r'^#include "ops/(\w+)/', path.read_text(), re.MULTILINE))
+        assert others <= {path.parent.name, "amax"}, path
+
+
+@pytest.mark.parametrize(
+    ("here", "line", "found"),
+    [
+        ("device", '#include "host/launch.h"', ["host/launch.h"]),
+        ("host", '#include "bindings/values.h"\n#include <string>', []),
+    ],
+)
+def test_the_check_of_csrc(here: str, line: str, found: list[str]) -> None:
+    assert includes(line, here) == found
 
 
 BENCHMARKS = {

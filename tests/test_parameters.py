@@ -22,6 +22,7 @@ MORE = {
     ("lorakernels/autograd/bias_dropout_add.py", "bias_dropout_add"): OPTIONS,
     ("lorakernels/autograd/linear_cross_entropy.py", "linear_cross_entropy"): OPTIONS,
     ("lorakernels/checkpoints/loading.py", "load_quantized"): OPTIONS,
+    ("lorakernels/loops/attached.py", "attach"): OPTIONS,
     ("lorakernels/modules/frozen.py", "__init__"): "nn.Linear's five, and what makes it FP8",
     ("lorakernels/modules/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +53,17 @@ class _Marks:
         if self.device.type != "cuda":
             return float(last - first) * 1e3
         return float(first.elapsed_time(last))
+
+
+@contextlib.contextmanager
+def repeatable_attention() -> Iterator[None]:
+    """Within, a model's own attention repeats its bits. cuDNN's of one token does not (docs/facts.md, P9)."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @torch.no_grad()

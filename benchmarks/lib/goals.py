@@ -46,6 +46,7 @@ def targets() -> Iterator[Target]:
     """The ratios that count, in the order of the targets' table of docs/performance.md."""
     yield from _finetune_targets()
     yield from _loop_targets()
+    yield from _generate_targets()
     yield from _host_targets()
     square, forward = "8192x8192x8192", "`fp8_linear_lora` with bias ÷ cuBLASLt's GEMM without LoRA"
     for rank in (16, 64):
@@ -126,6 +127,16 @@ def _loop_targets() -> Iterator[Target]:
         where: dict[str, object] = {"shape": shape, "part": part}
         what = f"own loop, {times(shape)}, tokens/s {what}"
         yield Target(what, "check_gpu", where, "× PEFT", bound, at_least=True)
+
+
+def _generate_targets() -> Iterator[Target]:
+    """transformers' generate beside PEFT's over a base in bf16."""
+    shape: dict[str, object] = {"model": "8 layers of Llama-3.1-8B", "provider": "ours, fused"}
+    for batch in (1, 64):
+        for forwards in ("eager", "one graph"):
+            what = f"`generate`, 8 layers of 8B widths, {batch} × 512 tokens before, {forwards}"
+            where = {**shape, "batch": batch, "forwards": forwards}
+            yield Target(f"{what}: a token ÷ HF + PEFT's bf16", "generate", where, "÷ peft", 1.0)
 
 
 def _sharded_targets() -> Iterator[Target]:

@@ -9,14 +9,15 @@ random A and B. The models are random: 1B's with all 16 layers, 8B's with 8.
     first token ms   of the prompt's forward
     ms a token       between the forwards of the tokens after it, by events on the stream
     tokens/s         of all rows
-    ÷ peft           a token's time over that of "hf + peft bf16" of the same kind
+    repeatable ms    ms a token in the run that is checked, once, without cuDNN's attention
+    ÷ peft           a token's time over that of "hf + peft bf16" of the same forwards
 
-Rows "…, one graph" replay a token's forward by `graphed_generation`, PEFT's too, with transformers' static cache. The
+Rows of "one graph" replay a token's forward by `graphed_generation`, PEFT's too, with transformers' static cache. The
 capture is not timed. Providers take turns, and a row has the median of --repetitions turns.
 
 The fused model has to generate exactly the tokens of the one that is not fused, and a graph those of the same cache
-without one. The logits of the prompt's last token
-must not be off from PEFT's by more than ALLOWED of their norm ("error").
+without one. That is checked in runs without cuDNN's attention, which does not repeat its bits (docs/facts.md, P9). The
+logits of the prompt's last token must not be off from PEFT's by more than ALLOWED of their norm ("error").
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
-from benchmarks.lib.generation import UNTIMED, Generation, generation
+from benchmarks.lib.generation import UNTIMED, Generation, generation, repeatable_attention
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.peers.models import SPECS, Spec, token_rows, value
 from benchmarks.peers.training import HfPeft, Ours
 
 PEFT, UNFUSED, FUSED = "hf + peft bf16", "ours, not fused", "ours, fused"
+ONE_GRAPH = "one graph"
 PROVIDERS: dict[str, Callable[..., Any]] = {
     PEFT: HfPeft,
     UNFUSED: partial(Ours, save=None),
@@ -71,13 +73,14 @@ def last_logits(model: Any, ids: Tensor) -> Tensor:
     return found
 
 
-def wrong(tokens: Tensor, others: dict[str, Tensor], error: float) -> str:
-    """What is wrong with a provider's results, "" if nothing: `others`' tokens, by whose they are, have to be equal."""
+def wrong(tokens: dict[str, Tensor], error: float) -> str:
+    """What is wrong with a provider's results, "" if nothing: all `tokens`, by whose they are, have to be equal."""
     if not error <= ALLOWED:
         return f"logits are off by {error:.2g} of their norm"
-    for whose, other in others.items():
-        if not torch.equal(tokens, other):
-            return f"{int((tokens != other).sum())} tokens differ from {whose}"
+    whose, own = next(iter(tokens.items()))
+    for other, found in tokens.items():
+        if not torch.equal(own, found):
+            return f"{int((own != found).sum())} tokens of {whose} differ from {other}'s"
     return ""
 
 
@@ -98,34 +101,50 @@ def turns_of(
     return {p: turns[1:] if isinstance(turns, list) else turns for p, turns in found.items()}
 
 
+def repeated(
+    models: dict[str, Any], ids: Tensor, new: int, graphed: bool
+) -> dict[str, dict[str, Generation]]:
+    """For each provider what has to be equal, by name: its own generation first. Attention repeats its bits."""
+    found: dict[str, dict[str, Generation]] = {}
+    with repeatable_attention():
+        for provider, model in models.items():
+            ways = {provider: graphed} | ({f"{provider} without a graph": False} if graphed else {})
+            found[provider] = {
+                way: generation(model, ids, new, static=graphed, graphed=by_graph)
+                for way, by_graph in ways.items()
+            }
+    if FUSED in found and UNFUSED in found:
+        found[FUSED][UNFUSED] = found[UNFUSED][UNFUSED]
+    return found
+
+
 def case(
     models: dict[str, Any], ids: Tensor, new: int, repetitions: int, graphed: bool
 ) -> list[Row]:
     """A row for each provider. They take turns."""
-    kind = ", one graph" if graphed else ""
     found = turns_of(models, ids, new, repetitions, graphed)
+    running = {name: model for name, model in models.items() if isinstance(found[name], list)}
+    checked = repeated(running, ids, new, graphed)
     logits = {provider: last_logits(model, ids) for provider, model in models.items()}
-    truth, unfused = logits.get(PEFT), found.get(UNFUSED)
-    tokens = unfused[-1].tokens if isinstance(unfused, list) else None
+    truth = logits.get(PEFT)
     rows: list[Row] = []
     peft_ms: float | None = None
     for provider, turns in found.items():
-        row: Row = {"provider": provider + kind, "batch": len(ids), "check": "ok"}
+        row: Row = {"provider": provider, "forwards": ONE_GRAPH if graphed else "eager"}
+        row |= {"batch": len(ids), "check": "ok"}
         error = 0.0 if truth is None else float((logits[provider] - truth).norm() / truth.norm())
-        problem, first, token = turns, "", None
+        problem, first, token, again = turns, "", None, ""
         if isinstance(turns, list):
-            others = {f"{UNFUSED}'s": tokens} if provider == FUSED and tokens is not None else {}
-            if graphed:
-                eager = generation(models[provider], ids, new, static=True, graphed=False)
-                others["those without a graph"] = eager.tokens
-            problem = wrong(turns[-1].tokens, others, error)
+            problem = wrong({way: each.tokens for way, each in checked[provider].items()}, error)
             first = round(statistics.median(turn.first_ms for turn in turns), 3)
             token = statistics.median(turn.token_ms for turn in turns)
+            again = round(checked[provider][provider].token_ms, 3)
         peft_ms = token if provider == PEFT else peft_ms
         if problem:
             row["check"] = problem if provider == PEFT else f"WRONG: {problem}"
         row |= {"error": f"{error:.1e}", "first token ms": first}
         row["ms a token"] = "" if token is None else round(token, 3)
+        row["repeatable ms"] = again
         row["tokens/s"] = "" if token is None else round(len(ids) / token * 1e3, 1)
         row["÷ peft"] = ratio(token, peft_ms)
         rows.append(row)

@@ -21,12 +21,13 @@ from benchmarks.lib.goals import targets, times
 from benchmarks.report.bounds import bound_table, plan_table
 from benchmarks.report.headlines import headlines
 from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
-from benchmarks.report.plots import OF_SEVERAL_GPUS, draw_all
+from benchmarks.report.plots import BY_H100, draw_all
 from benchmarks.report.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "h200"
-SEVERAL = RESULTS.parent / "h100"  # of several GPUs
+H100 = RESULTS.parent / "h100"
+MADE_BY_H100 = ("generate", "quality_recipes")  # records that stand in no other folder
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 REASON = 90  # characters of why there is no number
 LAYER_RANK, LAYER_P = "16", "0.1"
@@ -46,12 +47,21 @@ def read(folder: Path) -> dict[str, list[Row]]:
     return result
 
 
+def records(folder: Path) -> dict[str, list[Row]]:
+    """`read(folder)`; beside H200's results, what an H100 alone has measured."""
+    results = read(folder)
+    if folder == RESULTS:
+        results |= {name: rows for name, rows in read(H100).items() if name in MADE_BY_H100}
+    return results
+
+
 def tables(results: dict[str, list[Row]]) -> str:
     """What stands between the markers of docs/performance.md."""
     layers = results.get("decoder_layer", [])
     parts = [
         _finetune_table(results.get("finetune", [])),
         _users_table(results.get("check_gpu", [])),
+        _generate_table(results.get("generate", [])),
         op_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
@@ -68,6 +78,7 @@ def tables(results: dict[str, list[Row]]) -> str:
         _graphs_table(results.get("graphs", [])),
         _experts_table(results.get("experts", [])),
         _quality_table(results.get("quality", [])),
+        _recipes_table(results.get("quality_recipes", [])),
         _target_table(results),
         bound_table(targets(), results),
         plan_table(results),
@@ -293,6 +304,29 @@ def _users_table(rows: list[Row]) -> str:
     return f"{title}\n\n{markdown(lines)}"
 
 
+def _generate_table(rows: list[Row]) -> str:
+    """transformers' generate: a line for each provider and way of its forwards."""
+    if not rows:
+        return ""
+    head = ["model, prompt, rows", "", "forwards", "a token, ms", "tokens/s", "÷ HF + PEFT", ""]
+    lines, before = [head, ["---"] * len(head)], ""
+    for row in rows:
+        what = f"{row['model']}, {row['prompt']}, {row['batch']}"
+        ms, rest = row["ms a token"], [row[name] or "–" for name in ("tokens/s", "÷ peft")]
+        took = f"{ms} ({row['repeatable ms']})" if ms else "–"
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        cells = [row["provider"], row["forwards"], took, *rest, why]
+        lines.append(["" if what == before else what, *cells])
+        before = what
+    title = (
+        "transformers' `generate`, adapters of R = 16 on all linear layers, switched on, random weights. "
+        "÷ is by HF + PEFT's bf16 with the same forwards: eager ones, or one graph that is replayed for each token. In "
+        "brackets is the one run without cuDNN's attention, in which all tokens are compared "
+        f"(`make bench BENCH=generate`; {run_of(rows)}):"
+    )
+    return f"{title}\n\n{markdown(lines)}"
+
+
 def _sharded_table(rows: list[Row]) -> str:
     """A base that several GPUs share, beside one that each has."""
     if not rows:
@@ -361,6 +395,26 @@ def _quality_table(rows: list[Row]) -> str:
     return f"{title}\n\n{markdown(lines)}\n\n{_image('training losses', 'quality')}"
 
 
+def _recipes_table(rows: list[Row]) -> str:
+    """A trained model of 135M parameters under each recipe, before and after training."""
+    if not rows:
+        return ""
+    head = ["", "seeds", "KL of the base", "÷ one scale", "loss of the base", "held-out loss"]
+    head += ["its spread over seeds", "÷ bf16", ""]
+    names = ("seeds", "KL", "KL ÷ one scale", "base loss", "held-out loss", "spread", "÷ bf16")
+    lines = [head, ["---"] * len(head)]
+    for row in rows:
+        why = "" if row["check"] == "ok" else row["check"][:REASON]
+        lines.append([row["variant"], *(row.get(name, "") or "–" for name in names), why])
+    title = (
+        f"SmolLM2-135M-Instruct, {rows[0]['steps']} steps on Python's sources: nats per token. KL is of the base "
+        "alone, before training, from bf16's (`python benchmarks/models/quality_recipes.py FOLDER --output DIR "
+        f"--steps {rows[0]['steps']}`; {run_of(rows)}):"
+    )
+    picture = _image("loss and divergence by recipe", "quality_recipes", "h100")
+    return f"{title}\n\n{markdown(lines)}\n\n{picture}"
+
+
 def _budget(rows: list[Row]) -> str:
     if not rows:
         return ""
@@ -371,8 +425,8 @@ def _budget(rows: list[Row]) -> str:
     return f"{title}\n\n{_image('shares of a decoder layer', 'budget')}"
 
 
-def _image(what: str, name: str) -> str:
-    return f"![{what}](../benchmarks/results/h200/{name}.png)"
+def _image(what: str, name: str, gpu: str = "h200") -> str:
+    return f"![{what}](../benchmarks/results/{gpu}/{name}.png)"
 
 
 def _target_table(results: dict[str, list[Row]]) -> str:
@@ -415,7 +469,8 @@ def main(arguments: list[str] | None = None) -> int:
     results = read(args.results)
     if not results:
         parser.error(f"--results must hold CSV files, found none in {args.results}")
-    texts = {args.root / name: make(results) for name, make in PAGES.items()}
+    shown = records(args.results)
+    texts = {args.root / name: make(shown) for name, make in PAGES.items()}
     texts = {
         page: rewritten(page.read_text(encoding="utf-8"), block) for page, block in texts.items()
     }
@@ -424,7 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"wrote {page}")
     pictures = draw_all(args.results, results)
     if args.results == RESULTS:
-        pictures += draw_all(SEVERAL, read(SEVERAL), OF_SEVERAL_GPUS)
+        pictures += draw_all(H100, read(H100), BY_H100)
     for picture in pictures:
         print(f"wrote {picture}")
     return 0

@@ -185,6 +185,16 @@ def quality_ranks(panels: list[Panel], results: Results) -> None:
     panels[1].set(xlabel="step", ylabel="% from one GPU")
 
 
+def quality_recipes(panels: list[Panel], results: Results) -> None:
+    """Each recipe's held-out loss over bf16's, in percent, and the KL divergence of its base."""
+    rows = [row for row in results["quality_recipes"] if number(row["÷ bf16"]) is not None]
+    losses = [(row["variant"], round(100 * float(row["÷ bf16"]) - 100, 2) + 0.0) for row in rows]
+    bars(panels[0], losses, "{:.2f} %")
+    panels[0].set(title="held-out loss above bf16's, after training")
+    bars(panels[1], [(row["variant"], float(row["KL"])) for row in rows], "{:.4f}")
+    panels[1].set(title="KL divergence of the base, nats per token")
+
+
 def scaling(panels: list[Panel], results: Results) -> None:
     """Tokens/s of all GPUs by their number, each way beside n times one GPU's best form."""
     for panel, (model, row) in zip(panels, scaled_of(results), strict=True):
@@ -228,11 +238,12 @@ PLOTS: dict[str, tuple[Draw, str, Callable[[Results], int], tuple[float, float]]
     "sharded_base": (sharded_base, "sharded_base", lambda _: 1, (7.0, 2.2)),
     "quality": (quality, "quality_curves", lambda r: len(texts_of(r)), (5.5, 4.0)),
     "quality_ranks": (quality_ranks, "quality_ranks_curves", lambda _: 2, (5.5, 4.0)),
+    "quality_recipes": (quality_recipes, "quality_recipes", lambda _: 2, (5.0, 2.4)),
     "scaling": (scaling, "scaling", lambda r: len(scaled_of(r)), (5.5, 4.0)),
 }
 
 
-OF_SEVERAL_GPUS = ("quality_ranks", "scaling")
+BY_H100 = ("quality_ranks", "quality_recipes", "scaling")
 
 
 def draw_all(folder: Path, results: Results, names: Collection[str] = PLOTS) -> list[Path]:

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host/float_type.h"
+#include "device/float_type.h"
 
 namespace lorakernels {
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include "register.h"
+#include "bindings/register.h"
 
 namespace lorakernels {
 

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "register.h"
+#include "bindings/register.h"
 
 namespace lorakernels {
 namespace {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "register.h"
+#include "bindings/register.h"
 
 namespace lorakernels {
 

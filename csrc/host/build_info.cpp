@@ -3,8 +3,8 @@
 // again.
 #include "host/build_info.h"
 
+#include "bindings/register.h"
 #include "host/cuda_runtime_info.h"
-#include "register.h"
 
 namespace lorakernels {
 namespace {

@@ -4,9 +4,9 @@
 #include <cstring>
 #include <map>
 
+#include "bindings/register.h"
 #include "host/kernel_launch.h"
 #include "host/launch_list.h"
-#include "register.h"
 
 namespace lorakernels {
 namespace {

@@ -11,17 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
+from ..compare.attributes import plain_attributes, unchanged_attributes
 from ..device.backend import Graph
-from ..errors import CaptureError
-from ..order import Step
+from ..interface.errors import CaptureError
+from ..interface.report import GraphReport, Report
+from ..plan.order import Step
 from ..plan.plan import Plan, make_plan
-from ..record.attributes import plain_attributes, unchanged_attributes
 from ..record.recorded_block import RecordedBlock
 from ..replay.block_graphs import BlockGraphs
 from ..replay.cursor import IterationProgress
 from ..replay.grads import GradMemory
 from ..replay.watch import LayerWatch
-from ..report import GraphReport, Report
 from .capturer import Capturer
 from .layer import Layer
 from .managed_layers import ManagedLayers

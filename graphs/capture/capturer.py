@@ -18,17 +18,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..compare.signature import distinct
 from ..device.backend import Captured, Graph
-from ..errors import CaptureError, hint_for
-from ..order import Direction, Step
+from ..interface.errors import CaptureError, hint_for
 from ..plan.call_spec import Key
+from ..plan.order import Direction, Step
 from ..plan.plan import Buffer, CallPlan, Plan
 from ..record.tracer import RecordedCall, Trace
 from ..replay.block_graphs import BlockGraphs
 from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
 from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
-from ..signature import distinct
 from .checks import check_outputs, check_trained
 from .layer import InputGrads, Layer, enter
 from .states import no_device_rng_in_checkpoints, place, repeats_nothing

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..errors import CaptureError
+from ..compare.signature import Signature
+from ..interface.errors import CaptureError
 from ..record.tracer import RecordedCall
 from ..replay.grads import NamedParameters
 from ..replay.watch import MODULE_HOOKS, PARAMETER_HOOKS
-from ..signature import Signature
 
 
 def check_module_hooks(layer: str, module: nn.Module) -> None:

@@ -17,8 +17,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from ..compare.signature import Signature, TensorSpec
 from ..record.tracer import RecordedCall
-from ..signature import Signature, TensorSpec
 
 
 @dataclass(eq=False)

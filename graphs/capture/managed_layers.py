@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..device.backend import Backend
-from ..errors import CaptureError
+from ..interface.errors import CaptureError
 from .checks import check_module_hooks, check_parameter_hooks
 from .layer import Layer
 

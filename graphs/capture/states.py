@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-from ..errors import CaptureError
+from ..interface.errors import CaptureError
 
 PINNED_BY = "lorakernels.graphs"
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..signature import TensorSpec, extension
+from ..compare.signature import TensorSpec, extension
 from .pool import Pool
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from ..capture.captured_blocks import CapturedBlocks
-from ..errors import CaptureError
-from ..options import GraphOptions, WarnOnce
+from ..compare.signature import CONSTANT_TYPES, TensorSpec, autocast_state
+from ..interface.errors import CaptureError
+from ..interface.options import GraphOptions, WarnOnce
 from ..record.recorded_block import BlockRecorder, RecordedBlock
 from ..replay.block_graphs import BlockGraphs, NoGraphs
 from ..replay.graphed_call import GraphedCall
-from ..signature import CONSTANT_TYPES, TensorSpec, autocast_state
 
 
 class BlockRunner:

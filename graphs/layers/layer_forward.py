@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.layer import Layer
-from ..errors import ReplayError
+from ..compare.signature import TensorSpec, autocast_state, difference, flatten
+from ..interface.errors import ReplayError
 from ..replay.block_graphs import BlockGraphs
 from ..replay.graphed_call import GraphedCall
-from ..signature import TensorSpec, autocast_state, difference, flatten
 from .block_runner import BlockRunner
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +13,16 @@ from torch import Tensor, nn
 
 from ..capture.captured_blocks import CapturedBlocks
 from ..capture.managed_layers import ManagedLayers
-from ..device.backend import Backend
-from ..errors import explain
-from ..options import GraphOptions, check_choice
-from ..order import OrderError, check_count, layer_names
-from ..record.attributes import plain_attributes
+from ..compare.attributes import plain_attributes
+from ..interface.errors import explain
+from ..interface.options import GraphOptions, check_choice
+from ..interface.report import Report
+from ..plan.order import OrderError, check_count, layer_names
 from ..record.hooks import Hook
 from ..record.order_recorder import OrderRecorder
 from ..record.recorded_block import RecordedBlock
 from ..record.tracer import Tracer
 from ..replay.cursor import IterationProgress
-from ..report import Report
 from .block_runner import BlockRunner
 from .layer_forward import LayerForward
 
@@ -81,16 +81,18 @@ class GraphManager:
         self.options, self.device = options, _device_of(self.modules)
         options.check(self.device)
         self._managed = ManagedLayers(
-            self.names, self.modules, fp8_state, self.rng_states, grads, self._make_backend
+            self.names,
+            self.modules,
+            fp8_state,
+            self.rng_states,
+            grads,
+            partial(options.make_backend, self.device),
         )
         progress = IterationProgress(self.num_microbatches)
         self._blocks = CapturedBlocks(self._managed, progress, options.together)
         self.runner = BlockRunner(self._blocks, options, self.device.type)
         self._forwards: list[LayerForward] = []
         self._record()
-
-    def _make_backend(self) -> Backend:
-        return self.options.make_backend(self.device)
 
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:

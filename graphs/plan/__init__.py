@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps are captured, and which buffers they share. Pure Python."""
+"""In which order steps run, which of them are captured, and which buffers they share. Pure Python."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..order import Order
+from .order import Order
 
 Key = tuple[int, int]  # layer, microbatch
 

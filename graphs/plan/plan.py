@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..order import Direction, Order, Step
 from .call_spec import CallSpec, FromOutput, Key, block_length
+from .order import Direction, Order, Step
 
 
 @dataclass(eq=False)

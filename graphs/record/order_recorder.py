@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
-from ..order import Direction, Order, OrderError, Step, check_count, layer_names
+from ..plan.order import Direction, Order, OrderError, Step, check_count, layer_names
 from .backward_marks import enclosing_contexts, in_backward, mark_outputs
 from .hooks import Hook
 

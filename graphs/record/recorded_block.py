@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from ..order import Order, Step
+from ..compare.attributes import Attributes, plain_attributes
 from ..plan.call_spec import FromOutput, FromOutside, same_groups
-from .attributes import Attributes, plain_attributes
+from ..plan.order import Order, Step
 from .order_recorder import OrderRecorder
 from .tracer import Trace, Tracer
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CaptureError
+from ..compare.signature import Signature, TensorSpec, autocast_state, typed
+from ..interface.errors import CaptureError
 from ..plan.call_spec import CallSpec, FromOutput, FromOutside, Key
-from ..signature import Signature, TensorSpec, autocast_state, typed
 
 
 @dataclass(eq=False)

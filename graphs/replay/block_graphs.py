@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from ..device.backend import Backend
-from ..order import Direction, Order, ReplayOrderError, Step
+from ..plan.order import Direction, Order, ReplayOrderError, Step
 from .cursor import IterationProgress, ReplayCursor
 from .graphed_call import GraphedCall
 

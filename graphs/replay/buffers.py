@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..signature import TensorSpec
+from ..compare.signature import TensorSpec
 
 storage_uses = torch._C._storage_Use_Count
 

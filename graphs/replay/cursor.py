@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 
 from ..device.backend import Backend
-from ..errors import ReplayError
-from ..order import Order, ReplayOrderError, Step
+from ..interface.errors import ReplayError
+from ..plan.order import Order, ReplayOrderError, Step
 from .buffers import ExposedBuffer, storage_uses
 
 

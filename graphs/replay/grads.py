@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import ReplayError
-from ..signature import extension
+from ..compare.signature import extension
+from ..interface.errors import ReplayError
 from .watch import GradWatch
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..errors import ReplayError
-from ..order import Step
-from ..signature import distinct, extension, number_types
+from ..compare.signature import distinct, extension, number_types
+from ..interface.errors import ReplayError
+from ..plan.order import Step
 from .buffers import CallInput, ExposedBuffer, SharedInput
 from .cursor import ReplayCursor
 from .grads import LayerGrads

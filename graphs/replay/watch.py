@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ReplayError
-from ..record.attributes import PLAIN_TYPES, Attributes, is_unchanged
-from ..signature import extension
+from ..compare.attributes import PLAIN_TYPES, Attributes, is_unchanged
+from ..compare.signature import extension
+from ..interface.errors import ReplayError
 
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

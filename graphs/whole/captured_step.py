@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.states import advance_all, no_device_rng_in_checkpoints, repeats_nothing
+from ..compare.attributes import Attributes, plain_attributes, unchanged_attributes
+from ..compare.signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 from ..device.backend import Backend, Graph
-from ..errors import CaptureError, ReplayError, hint_for
-from ..record.attributes import Attributes, plain_attributes, unchanged_attributes
+from ..interface.errors import CaptureError, ReplayError, hint_for
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
-from ..signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 from .followers import Follower, following
 
 NAME = "step"  # in place of a layer's name in errors

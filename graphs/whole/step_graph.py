@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.states import Pins, Snapshot, named_states
+from ..compare.attributes import Attributes, plain_attributes
+from ..compare.signature import Signature, flatten
 from ..device.backend import Backend
-from ..errors import CaptureError, ReplayError, explain
-from ..options import GraphOptions, WarnOnce
-from ..order import check_count
-from ..record.attributes import Attributes, plain_attributes
-from ..report import GraphReport, Report
-from ..signature import Signature, flatten
+from ..interface.errors import CaptureError, ReplayError, explain
+from ..interface.options import GraphOptions, WarnOnce
+from ..interface.report import GraphReport, Report
+from ..plan.order import check_count
 from .captured_step import NAME, CapturedStep, key_of
 
 

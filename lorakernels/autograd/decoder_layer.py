@@ -51,7 +51,6 @@ from lorakernels.autograd.fused_node import (
 )
 from lorakernels.autograd.geglu import geglu, geglu_backward
 from lorakernels.autograd.linear import (
-    Projections,
     bias_gradients,
     gradients,
     lora_down,
@@ -59,6 +58,7 @@ from lorakernels.autograd.linear import (
     quantize_down,
     stack_B,
 )
+from lorakernels.autograd.linear_projections import Projections
 from lorakernels.numerics.gate_up import packed
 from lorakernels.values import Scaled
 

@@ -19,7 +19,7 @@ from lorakernels.autograd.decoder_layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.linear import PlannedProjections, Projections
+from lorakernels.autograd.linear_projections import PlannedProjections, Projections
 from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.plans.stand_in import Recording, Site, column_offset

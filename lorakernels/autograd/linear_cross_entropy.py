@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.lent import whole
+from lorakernels.autograd.lent import whole
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from lorakernels.autograd.linear import Projections
+from lorakernels.autograd.linear_projections import Projections
 from lorakernels.kernels import tune
 from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into

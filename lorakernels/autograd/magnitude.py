@@ -24,7 +24,8 @@ from lorakernels.autograd.compiled_plan import (
     run_backward,
     run_forward,
 )
-from lorakernels.autograd.linear import Needs, through_dispatcher
+from lorakernels.autograd.linear import through_dispatcher
+from lorakernels.autograd.linear_projections import Needs
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.plans.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight

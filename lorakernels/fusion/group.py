@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
-from lorakernels.autograd.linear import OverRanks, Projections
+from lorakernels.autograd.linear_projections import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
@@ -33,7 +33,6 @@ from lorakernels.modules.holder import is_held, over_of_loaded_part
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
-from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout
 
 
@@ -216,7 +215,7 @@ class FusedGroup:
             if index not in drawn:
                 m, row0 = adapted[index], variant.spec.row0
                 p = m.lora_dropout
-                slot = draw_slot(m.rng_state, m.lora_A.device) if variant.drops and p else None
+                slot = m.draw_slot(m.lora_A.device) if variant.drops and p else None
                 drawn[index] = None if slot is None else Dropout(slot, p, m.site, row0)
         return tuple(drawn[index] for index in variant.masks)
 

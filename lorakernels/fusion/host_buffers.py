@@ -8,8 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from lorakernels.device import pin, unpin
 from lorakernels.graphs import Pool, pool_in_use
-from lorakernels.pinning import pin, unpin
 
 Lists = dict[torch.device, list[Tensor]]  # free buffers by the device that copies, uint8 [bytes]
 

@@ -17,6 +17,7 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.tuners_utils import check_adapters_to_merge
 from torch import Tensor, nn
 
+from lorakernels import FrozenFP8Linear, PhiloxState, PhiloxStates
 from lorakernels.autograd import (
     Adapter,
     AdapterNumbers,
@@ -28,13 +29,12 @@ from lorakernels.autograd import (
 from lorakernels.config import Recipe
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.convert import to_frozen
-from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import HOOKS
 from lorakernels.modules.lora import delta_of
 from lorakernels.modules.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
+from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
 FUSED = "lorakernels"

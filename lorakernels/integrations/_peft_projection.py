@@ -10,10 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.config import BlockScaling
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.state.fp8 import FP8State
+from lorakernels import BlockScaling, FP8State, FrozenFP8Linear, LoRALinear
 
 _FACTORS = ("lora_A", "lora_B")
 

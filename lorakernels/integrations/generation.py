@@ -2,7 +2,7 @@
 """transformers' `generate` with one CUDA graph for a token: the host launches once what took it thousands of calls.
 
     with graphed_generation(model):
-        model.generate(ids, max_new_tokens=200, cache_implementation="static", disable_compile=True)
+        model.generate(ids, max_new_tokens=200, cache_implementation="static")
 
 transformers' static cache keeps keys and values in place, and their number in a tensor. So the forward of a token
 differs from that of the token before in the values of tensors alone. Each `generate` makes a cache, and has a graph of
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-HOW = 'call generate with cache_implementation="static" and disable_compile=True'
+HOW = 'call generate with cache_implementation="static"'
+HOST = "layers of a sliding window, and others, count their tokens on the host: generate without a graph"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _IDLE = "transformers.utils.output_capturing"  # its hooks stay after hidden states were asked for
 
@@ -29,7 +30,8 @@ def graphed_generation(model: Any) -> Iterator[None]:
     """Within, `model.generate` replays a CUDA graph for each token but the first two of a call.
 
     It takes causal models of transformers on one GPU, ours and others, also inside of PEFT's. Other calls, without a
-    cache or with gradients, run as before. A graph has the kernels of the same call without it.
+    cache or with gradients, run as before. A graph has the kernels of the same call without it. Its result is written
+    over by the next token's; `generate` keeps copies.
 
     Args:
         model: a causal model of transformers in evaluation, or PEFT's model around one.
@@ -85,6 +87,8 @@ class _TokenGraph:
         self.addresses: list[int] = []
         self.result: Any = None
 
+    # `generate` compiles a forward over a static cache, unless it is told not to
+    @torch.compiler.disable
     def __call__(self, *given: Any, **options: Any) -> Any:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
         if given or cache is None or torch.is_grad_enabled():
@@ -148,14 +152,15 @@ def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
 
 
 def _check_cache(cache: Any) -> None:
-    """ValueError unless the cache is of transformers' static layers: others count their tokens on the host."""
+    """ValueError unless the cache is of transformers' StaticLayers: others count their tokens on the host."""
     from transformers.cache_utils import StaticLayer
 
     kinds = {type(layer) for layer in getattr(cache, "layers", [])}
     if kinds != {StaticLayer}:
         names = sorted(kind.__name__ for kind in kinds)
+        why = HOST if any(issubclass(kind, StaticLayer) for kind in kinds) else HOW
         raise ValueError(
-            f"the cache must have static layers alone, found {type(cache).__name__} of {names}: {HOW}"
+            f"the cache must be of StaticLayers alone, found {type(cache).__name__} of {names}: {why}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.config import LoRAConfig
+from lorakernels import LoRAConfig
 from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear
 
 # what Megatron's constructors have and we do not, with the only value that is taken

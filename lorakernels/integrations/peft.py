@@ -23,17 +23,16 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
-from lorakernels.config import DelayedScaling, Recipe, check_layout
+from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig
+from lorakernels.config import ALL_LINEAR, Recipe, check_layout
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
     is_plain_linear,
     lora_layers,
 )
-from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear
-from lorakernels.state.fp8 import FP8State
+from lorakernels.modules.targets import is_fp8_linear, match_targets
 
 _ORIGINAL = "_lorakernels_original_base"
 
@@ -90,8 +89,12 @@ def register(
     *,
     fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
     weight_layout: str = "single",
+    model: nn.Module | None = None,
 ) -> peft.LoraConfig:
     """Let PEFT build our layer for every linear layer that `config` targets. Returns `config`.
+
+    By "all-linear" PEFT means layers of nn.Linear's class, which a base loaded in FP8 does not have. Given the `model`
+    that the adapters are for, `register` names its linear layers instead: all but the output head, plain or in FP8.
 
     PEFT does not save the registration. To load, register on `LoraConfig.from_pretrained(path)` and pass it as
     `PeftModel.from_pretrained(model, path, config=config)`. `fp8=None` keeps the base as it is. Layers that are not a
@@ -100,14 +103,26 @@ def register(
     Raises:
         TypeError: `config` is not a peft.LoraConfig, or `fp8` neither a DelayedScaling nor a BlockScaling.
         ValueError: `weight_layout` is not known, or an adapter needs the base in full precision and `fp8` is not None.
-            The second is raised when PEFT builds the layer.
+            The second is raised when PEFT builds the layer. Or "all-linear" finds no layer in `model`.
     """
     if not isinstance(config, peft.LoraConfig):
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
     _check_fp8(fp8, weight_layout)
+    if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
+        config.target_modules = _all_linear(model, fp8)
     make = _Make(fp8, weight_layout)
     config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})
     return config
+
+
+def _all_linear(model: nn.Module, fp8: Recipe | None) -> set[str]:
+    """The paths of linear layers that PEFT can adapt by our layer, in FP8 or not, but for the output head."""
+    paths = match_targets(model, LoRAConfig(target_modules=ALL_LINEAR, fp8=fp8))
+    taken = nn.Linear, FrozenFP8Linear
+    modules = {path: model.get_submodule(path) for path in paths}
+    return {
+        p for p, module in modules.items() if isinstance(module, taken) or is_fp8_linear(module)
+    }
 
 
 def patch(

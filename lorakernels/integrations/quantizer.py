@@ -4,7 +4,7 @@
     from lorakernels.integrations.quantizer import LoRAKernelsConfig
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype="bfloat16", quantization_config=LoRAKernelsConfig())
-    apply_lora(model, lora)                       # or PEFT, with `register`
+    apply_lora(model, lora)                       # or PEFT, with `register(config, model=model)`
 
 All linear layers but the output head become FrozenFP8Linears, with one FP8State per device. They are quantized tensor
 by tensor, as they are read, to the same bytes as in `load_quantized`. The model then counts as an ordinary one: Trainer
@@ -24,13 +24,12 @@ from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lorakernels.config import DelayedScaling, Recipe, check_layout
+from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear
+from lorakernels.config import Recipe, check_layout
 from lorakernels.integrations.transformers import forget_quantizer
-from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 
 if int(transformers.__version__.split(".")[0]) < 5:

@@ -28,12 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.modules.apply import replace_module
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 
 _TE_LINEAR = ("transformer_engine.pytorch.module.linear", "Linear")

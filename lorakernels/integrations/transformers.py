@@ -16,6 +16,7 @@ time is in fp32.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -25,18 +26,23 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
-from lorakernels.checkpoints.adapters import save_adapter
-from lorakernels.config import DelayedScaling, Recipe
-from lorakernels.loops import Attached, attach
+from lorakernels import (
+    Attached,
+    DelayedScaling,
+    FP8State,
+    FrozenFP8Linear,
+    LoRAReport,
+    PhiloxState,
+    attach,
+    save_adapter,
+)
+from lorakernels.config import Recipe
 from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.state.fp8 import FP8State
-from lorakernels.state.philox import PhiloxState
 
 
 def convert_fp8_model(
@@ -150,10 +156,11 @@ class LoRAKernelsCallback(TrainerCallback):
         graphs: False leaves the layers eager.
         warmup_steps: how often a shape comes before its capture.
         layers: modules to replay; None takes the model's decoder layers.
-        options: for GraphManager.
+        options: of `attach`, besides these.
 
     Raises:
         ValueError: `report` is another model's.
+        TypeError: `attach` has no option of a name.
     """
 
     def __init__(
@@ -175,6 +182,7 @@ class LoRAKernelsCallback(TrainerCallback):
         self.why_not: str | None = None
         given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
         self._options: dict[str, Any] = given | {"rng_state": rng_state} | options
+        inspect.signature(attach).bind_partial(model, **self._options)
 
     attached: Attached | None
 

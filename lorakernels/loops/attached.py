@@ -16,14 +16,16 @@ print(attached)
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lorakernels.device import in_backward
-from lorakernels.graphs import Hook
+from lorakernels.fusion.over_ranks import together_of
+from lorakernels.graphs import GraphManager, GraphOptions, Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.projections import frozen_layers, share_state
@@ -34,7 +36,6 @@ IN_EVAL = (
     "stepped after forwards in eval mode: scales, dropout and graphs stand still. Call model.train(), as "
     "from_pretrained returns models in eval mode"
 )
-OPTIONS = {"max_shapes", "grads", "mode", "backend", "on_new_shape"}
 
 
 class _BeginHook(Hook):
@@ -224,7 +225,11 @@ def attach(
     warmup_steps: int = 3,
     layers: Sequence[nn.Module] | None = None,
     rng_state: PhiloxState | None = None,
-    **options: Any,
+    grads: str = "auto",
+    max_shapes: int = 4,
+    on_new_shape: str = "capture",
+    mode: str = "relaxed",
+    backend: Callable[[], Any] | None = None,
 ) -> Attached:
     """Tie the FP8 update, dropout states and CUDA graphs of an adapted model to the optimizer's steps.
 
@@ -249,27 +254,33 @@ def attach(
         warmup_steps: how often a shape runs eagerly before it is captured; at least 1.
         layers: modules of the model to replay; None finds the list that holds the adapters.
         rng_state: given to the adapters that have none, instead of a new one.
-        options: for GraphManager and its GraphOptions: max_shapes (4 here), grads, mode, backend, on_new_shape.
+        grads: who adds the gradients of parameters, as of `GraphManager`.
+        max_shapes, on_new_shape, mode, backend: as of `GraphOptions`.
 
     Raises:
         ValueError: the model has no adapter, is attached already or was cut into stages, an optimizer has no trained
-            parameter of the model, or a layer is not the model's.
-        TypeError: an argument is of another type, or an option is not GraphManager's.
+            parameter of the model, a layer is not the model's, or graphs do not take an option's value.
+        TypeError: an argument is of another type.
     """
     optimizers = _optimizers(optimizer)
     _check(model, optimizers, warmup_steps, rng_state)
     _check_layers(model, layers)
-    if unknown := set(options) - OPTIONS:
-        raise TypeError(f"attach takes {', '.join(sorted(OPTIONS))} as options, found {unknown}")
-    found = layers if layers is not None else parts.decoder_layers(model)
+    found = list((layers if layers is not None else parts.decoder_layers(model)) or [])
+    options = GraphOptions(
+        on_new_shape=on_new_shape,
+        max_shapes=max_shapes,
+        mode=mode,
+        backend=backend,
+        together=together_of(found),
+    )
     share_state(frozen_layers(model))  # PEFT makes a state for each layer
     attached = Attached(model, optimizers)
-    attached.layers = list(found or [])
-    attached._reason = _why_not(model, attached.layers, graphs, "backend" in options)
+    attached.layers = found
+    attached._reason = _why_not(model, found, graphs, backend is not None)
     try:
         _give(attached, rng_state)
         if attached._reason is None:
-            _capture(attached, warmup_steps, options)
+            _capture(attached, warmup_steps, grads, options)
         _hook(attached)
     except BaseException:
         attached.detach()
@@ -277,14 +288,19 @@ def attach(
     return attached
 
 
-def _capture(attached: Attached, warmup_steps: int, options: dict[str, Any]) -> None:
+def _capture(attached: Attached, warmup_steps: int, grads: str, options: GraphOptions) -> None:
     """Start LayerGraphs, which captures the layers once their shapes repeat."""
     attached._configs = parts.without_cache(attached.model)
-    options |= {
-        "fp8_state": attached.fp8_states[0] if attached.fp8_states else None,
-        "rng_states": attached.rng_states,
-    }
-    attached._graphs = LayerGraphs(attached.layers, warmup_steps, options)
+    make = partial(
+        GraphManager,
+        attached.layers,
+        warmup_steps=1,
+        fp8_state=attached.fp8_states[0] if attached.fp8_states else None,
+        rng_states=attached.rng_states,
+        grads=grads,
+        options=options,
+    )
+    attached._graphs = LayerGraphs(make, warmup_steps, options.max_shapes)
 
 
 def _hook(attached: Attached) -> None:

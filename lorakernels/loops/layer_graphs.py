@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from torch import nn
-
-from lorakernels.fusion.over_ranks import together_of
 from lorakernels.graphs import (
     CaptureError,
     GraphManager,
-    GraphOptions,
     OrderError,
     TensorSpec,
     flatten,
@@ -36,9 +32,9 @@ class LayerGraphs:
     """Decides which shapes of the layers are captured, and when.
 
     Args:
-        layers: the decoder layers.
+        make: makes a GraphManager of the decoder layers, of `num_microbatches` and one step of warm-up.
         warmup_steps: how often a shape comes before its capture.
-        options: for GraphManager and its GraphOptions.
+        max_shapes: how many shapes the managers capture.
 
     Attributes:
         why_not: why nothing is replayed (yet).
@@ -46,12 +42,10 @@ class LayerGraphs:
         notes: the warnings given so far.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], warmup_steps: int, options: Any) -> None:
-        self.layers, self.warmup_steps = list(layers), warmup_steps
-        chosen = {"on_new_shape": "capture", "max_shapes": 4, **options}
-        of_layers = chosen.keys() & {"fp8_state", "rng_states", "grads"}
-        self._of_layers = {name: chosen.pop(name) for name in of_layers}
-        self.options = GraphOptions(together=together_of(self.layers), **chosen)
+    def __init__(
+        self, make: Callable[..., GraphManager], warmup_steps: int, max_shapes: int
+    ) -> None:
+        self._make, self.warmup_steps, self.max_shapes = make, warmup_steps, max_shapes
         self.manager: Any = None
         self.failed = False
         self.notes: list[str] = []
@@ -113,8 +107,8 @@ class LayerGraphs:
             return None
         if self._counts[shape] < self.warmup_steps:
             return f"its shape {_text(shape)} is new; it is captured when it has come {self.warmup_steps} times"
-        if len(self._captured) >= self.options.max_shapes:
-            return f"max_shapes={self.options.max_shapes} are captured, its shape {_text(shape)} is another"
+        if len(self._captured) >= self.max_shapes:
+            return f"max_shapes={self.max_shapes} are captured, its shape {_text(shape)} is another"
         self._captured.add(shape)
         return None
 
@@ -182,13 +176,7 @@ class LayerGraphs:
         self.why_not = f"no shape has come {self.warmup_steps} times yet" + (seen and f": {seen}")
 
     def _make_manager(self, num_microbatches: int) -> None:
-        self.manager = GraphManager(
-            self.layers,
-            warmup_steps=1,
-            num_microbatches=num_microbatches,
-            options=self.options,
-            **self._of_layers,
-        )
+        self.manager = self._make(num_microbatches=num_microbatches)
 
     def _note(self, text: str) -> None:
         """Warn once of each kind of text."""

@@ -26,7 +26,6 @@ from lorakernels.modules.initial import Initial
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.numerics.dropout import masked
 from lorakernels.plans.routing import WATCHED
-from lorakernels.state.philox import draw_slot
 from lorakernels.values import Dropout, Weight
 
 
@@ -111,7 +110,7 @@ class DoRALinear(LoRALinear):
         (x − D(x)) Wᵀ + bias, and g ⊙ (D(x) Wᵀ + s · D(x) Aᵀ Bᵀ).
         """
         rows = x.reshape(-1, x.shape[-1])
-        slot = draw_slot(self.rng_state, x.device)
+        slot = self.draw_slot(x.device)
         kept, factor = masked(rows, Dropout(slot, self.lora_dropout, self.site))
         kept = (kept * factor).view(x.shape)
         weight, call = self._held_and_call(AdapterNumbers())

@@ -37,7 +37,6 @@ from lorakernels.modules.holder import refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.state.fp8 import FP8State
-from lorakernels.state.philox import draw_slot
 from lorakernels.values import Scaled, Weight
 
 _Key = tuple[list[Any], list[Any]]  # objects, and values
@@ -211,7 +210,7 @@ class LoRALinearGroup:
         drops = bool(stack) and member.training and owner.lora_dropout > 0
         if len(stack) > 1:
             self._check_stack(index, stack, member.training)
-        slot = draw_slot(owner.rng_state, x.device) if drops else None
+        slot = owner.draw_slot(x.device) if drops else None
         state = first.fp8_state
         spec = LoRASpec(
             p=owner.lora_dropout,
@@ -261,7 +260,7 @@ class LoRALinearGroup:
         member, active = self.members[index], is_active(self.members[index])
         slot, p, site = shared.slot, shared.spec.p, shared.spec.site
         if index not in shared.s:
-            slot = draw_slot(member.rng_state, x.device) if _drops(member) else None
+            slot = member.draw_slot(x.device) if _drops(member) else None
             p, site = member.lora_dropout, member.site
         spec = LoRASpec(member.scaling, p, site, member.row0, blocks=member.block_scaling)
         state = member.fp8_state

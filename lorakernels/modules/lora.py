@@ -303,6 +303,10 @@ class LoRALinear(MergeableLinear):
         slot = None if draw is None else draw(rng_state, x.device)
         return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
 
+    def draw_slot(self, device: torch.device) -> Tensor:
+        """The slot int64 [2] on `device` of one call's mask, of this layer's random state."""
+        return draw_slot(self.rng_state, device)
+
     def _without_adapter(self, x: Tensor) -> Tensor:
         """x Wᵀ + bias. A weight that lacks an initial adapter computes with that one, without dropout."""
         if (initial := initial_of(self)) is None:

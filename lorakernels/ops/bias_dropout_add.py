@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import Sizes, name, where
+from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, Place, chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Dropout
+from lorakernels.values import Dropout, Sizes
 
 
 def reference(

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lorakernels.numerics.dropout import dropped_words
 from lorakernels.numerics.groups import GROUP_ROWS
+from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops.hardware import FLOATS
-from lorakernels.values import Dropout, Groups, Scaling
+from lorakernels.values import Dropout, Groups, Scaling, SideBySide, Up
 
 
 def slot(dropout: Dropout | None, device: torch.device) -> None:
@@ -131,3 +132,44 @@ def places(place: Tensor, device: torch.device) -> None:
     matrix("place", place)
     if place.dtype != torch.int32 or place.device != device:
         raise TypeError(f"place must be int32 on {device}, found {place.dtype} on {place.device}")
+
+
+def terms(
+    shape: tuple[int, int],
+    bias: Tensor | None,
+    up: Up | None,
+    residual: Tensor | None,
+    side: SideBySide | None,
+) -> None:
+    """What is added to x Wᵀ fits y [M, N], which `shape` is."""
+    rows, cols = shape
+    if residual is not None and residual.shape != (rows, cols):
+        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
+    if bias is not None and bias.shape != (cols,):
+        raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
+    _up(up, rows, cols)
+    _side(up, side, cols)
+
+
+def _side(up: Up | None, side: SideBySide | None, cols: int) -> None:
+    """ValueError unless `side`, if given, has N and R of the one adapter's lora_B together."""
+    if side is None:
+        return
+    rows, ranks = list(side.rows or ()), list(side.ranks or ())
+    if up is None or up.s is None or adapters_of(up.lora_B):
+        raise ValueError("rows and ranks are of one adapter's lora_B, which is not given")
+    expected = [cols, up.s.shape[1]]
+    if len(rows) != len(ranks) or min(*rows, *ranks, 0) < 0 or [sum(rows), sum(ranks)] != expected:
+        raise ValueError(
+            f"rows and ranks must be as many, none negative, and sum to lora_B's {expected}, found {rows} and {ranks}"
+        )
+
+
+def _up(up: Up | None, rows: int, cols: int) -> None:
+    """ValueError unless lora_B is [N, R], or [J, N, R] of J adapters that divide the rows, for an s [M, R]."""
+    if up is not None and up.s is not None:
+        if up.lora_B.shape[-2:] != (cols, up.s.shape[1]) or up.lora_B.dim() > 3:
+            raise ValueError(
+                f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}"
+            )
+        check_segments("lora_B", up.lora_B, rows)

@@ -20,16 +20,15 @@ from torch import Tensor
 
 from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
-from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.numerics.segments import adapters_of, check_segments, rows_times
+from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
-from lorakernels.ops.fp8_grad_input import add_branch
+from lorakernels.ops.fp8_grad_input import add_branch, fake, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import by_csrc as by_csrc_product
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
 from lorakernels.ops.hardware import SEVERAL, why_not_cublaslt_blocks
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, Op, define
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
 
@@ -52,33 +51,7 @@ def reference(
     """
     check(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
     acc = dequantize_rows(dy, fp8_dtype) @ dequantize_weight_blocks(weight)
-    return _with_branch(acc, ds, lora_A, dropout, out_dtype)
-
-
-def _with_branch(
-    acc: Tensor,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """fp32 sums and the adapter's branch, rounded once."""
-    if ds is not None and lora_A is not None:
-        branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
-        acc += branch * factor
-    return acc.to(out_dtype)
-
-
-def fake(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return empty(dy.data, dy.data.shape[0], weight.data.shape[1], dtype=out_dtype)
+    return rounded_with_branch(acc, ds, lora_A, dropout, out_dtype)
 
 
 def check(
@@ -170,7 +143,7 @@ def by_torch(
     """A product of dequantized operands in `out_dtype`, to which the branch is added in fp32."""
     wide = dequantize_weight_blocks(weight, out_dtype)
     acc = dequantize_rows(dy, fp8_dtype, out_dtype) @ wide
-    return _with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
+    return rounded_with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
 
 
 def why_not_cublaslt(
@@ -208,7 +181,7 @@ def by_cublaslt(
     )
     if ds is None or lora_A is None:
         return dx
-    return _with_branch(dx.float(), ds, lora_A, dropout, out_dtype)
+    return rounded_with_branch(dx.float(), ds, lora_A, dropout, out_dtype)
 
 
 fp8_block_grad_input = define(

@@ -22,8 +22,9 @@ from torch import Tensor
 from lorakernels.device import capability_of
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.numerics.segments import adapters_of, rows_times
-from lorakernels.ops.fp8_linear_lora import check_side, check_up, launch_csrc, with_terms
+from lorakernels.numerics.segments import adapters_of
+from lorakernels.ops import checks
+from lorakernels.ops.fp8_linear_lora import fake, launch_csrc, rounded_sum, with_terms
 from lorakernels.ops.fp8_linear_lora import why_not_csrc_kernel as why_not_csrc_linear
 from lorakernels.ops.hardware import (
     FP8_GEMM_MULTIPLE,
@@ -32,7 +33,7 @@ from lorakernels.ops.hardware import (
     why_not_cublaslt_blocks,
     why_not_wgmma_gemm,
 )
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, Op, define
 from lorakernels.values import Scaled, SideBySide, Up, Weight
 
 
@@ -52,24 +53,7 @@ def reference(
     """
     check(x, weight, bias, up, out_dtype, residual, side)
     acc = dequantize_rows(x) @ dequantize_weight_blocks(weight).t()
-    if up is not None and up.s is not None:
-        acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
-    if bias is not None:
-        acc += bias.float()
-    if residual is not None:
-        acc += residual.float()
-    return acc.to(out_dtype)
-
-
-def fake(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> Tensor:
-    return empty(x.data, x.data.shape[0], weight.data.shape[0], dtype=out_dtype)
+    return rounded_sum(acc, bias, up, out_dtype, residual)
 
 
 def check(
@@ -87,12 +71,7 @@ def check(
         raise ValueError(f"weight must be [N, {depth}], found {list(weight.data.shape)}")
     check_scales("x_scale_inv", x.scale_inv, (blocks_of(depth), rows))
     check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(cols), blocks_of(depth)))
-    if residual is not None and residual.shape != (rows, cols):
-        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
-    if bias is not None and bias.shape != (cols,):
-        raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
-    check_up(up, rows, cols)
-    check_side(up, side, cols)
+    checks.terms((rows, cols), bias, up, residual, side)
 
 
 def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> None:

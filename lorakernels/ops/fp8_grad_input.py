@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.arguments import ProductSizes, Tiles, format_of, name, where
+from lorakernels.kernels.arguments import format_of, name, where
 from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.groups import GROUP_ROWS
@@ -53,7 +53,7 @@ from lorakernels.ops.hardware import (
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
-from lorakernels.values import Dropout, Scaled, Weight
+from lorakernels.values import Dropout, ProductSizes, Scaled, Tiles, Weight
 
 MULTIPLE = 8  # of col0, for csrc
 
@@ -79,6 +79,17 @@ def reference(
     """
     check(dy, fp8_dtype, weight, ds, lora_A, dropout)
     acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
+    return rounded_with_branch(acc, ds, lora_A, dropout, out_dtype)
+
+
+def rounded_with_branch(
+    acc: Tensor,
+    ds: Tensor | None,
+    lora_A: Tensor | None,
+    dropout: Dropout | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """dx from dy W in fp32, to which the adapter's branch is added in place: rounded once."""
     if ds is not None and lora_A is not None:
         branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
         acc += branch * factor

@@ -27,15 +27,15 @@ from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
-from lorakernels.kernels.arguments import ProductSizes, Tiles, name, where
+from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.numerics.products import dequantized_linear
 from lorakernels.numerics.segments import (
     adapters_of,
     add_rows_times,
-    check_segments,
     rows_times,
 )
+from lorakernels.ops import checks
 from lorakernels.ops.hardware import (
     FLOATS,
     FP8_GEMM_MULTIPLE,
@@ -53,7 +53,7 @@ from lorakernels.ops.hardware import (
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Scaled, SideBySide, Up, Weight
+from lorakernels.values import ProductSizes, Scaled, SideBySide, Tiles, Up, Weight
 
 MAX_BLOCKS = 4  # on B's diagonal, for csrc
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
@@ -80,6 +80,13 @@ def reference(
     check(x, weight, bias, up, out_dtype, split, residual, side)
     by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
     acc = dequantize(x) @ dequantize(Scaled(weight.data, by_row)).t()
+    return rounded_sum(acc, bias, up, out_dtype, residual)
+
+
+def rounded_sum(
+    acc: Tensor, bias: Tensor | None, up: Up | None, out_dtype: torch.dtype, residual: Tensor | None
+) -> Tensor:
+    """y from x Wᵀ in fp32, to which the other terms are added in place: rounded once."""
     if up is not None and up.s is not None:
         acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
     if bias is not None:
@@ -119,36 +126,7 @@ def check(
         raise ValueError(
             f"weight_scale_inv must be [1] or [{cols}], found {list(weight.scale_inv.shape)}"
         )
-    if residual is not None and residual.shape != (rows, cols):
-        raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")
-    if bias is not None and bias.shape != (cols,):
-        raise ValueError(f"bias must be [{cols}], found {list(bias.shape)}")
-    check_up(up, rows, cols)
-    check_side(up, side, cols)
-
-
-def check_side(up: Up | None, side: SideBySide | None, cols: int) -> None:
-    """ValueError unless `side`, if given, has N and R of the one adapter's lora_B together."""
-    if side is None:
-        return
-    rows, ranks = list(side.rows or ()), list(side.ranks or ())
-    if up is None or up.s is None or adapters_of(up.lora_B):
-        raise ValueError("rows and ranks are of one adapter's lora_B, which is not given")
-    expected = [cols, up.s.shape[1]]
-    if len(rows) != len(ranks) or min(*rows, *ranks, 0) < 0 or [sum(rows), sum(ranks)] != expected:
-        raise ValueError(
-            f"rows and ranks must be as many, none negative, and sum to lora_B's {expected}, found {rows} and {ranks}"
-        )
-
-
-def check_up(up: Up | None, rows: int, cols: int) -> None:
-    """ValueError unless lora_B is [N, R], or [J, N, R] of J adapters that divide the rows, for an s [M, R]."""
-    if up is not None and up.s is not None:
-        if up.lora_B.shape[-2:] != (cols, up.s.shape[1]) or up.lora_B.dim() > 3:
-            raise ValueError(
-                f"lora_B must be {[cols, up.s.shape[1]]}, found {list(up.lora_B.shape)}"
-            )
-        check_segments("lora_B", up.lora_B, rows)
+    checks.terms((rows, cols), bias, up, residual, side)
 
 
 def why_not_csrc_kernel(

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
-from lorakernels.kernels.arguments import GroupedWeight, ProductSizes, Tiles, format_of, name, where
+from lorakernels.kernels.arguments import format_of, name, where
 from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops import checks
 from lorakernels.ops.grouped_linear_lora import blocks, chosen_grouped_gemm, values, why_not_sizes
 from lorakernels.ops.hardware import why_not_aligned
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Groups, Scaled, Weight
+from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Weight
 
 
 def reference(

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of
-from lorakernels.kernels.arguments import GroupedWeight, ProductSizes, Tiles, name, where
+from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_linear_lora import padded_factors
 from lorakernels.ops.hardware import Place, why_not_aligned, why_not_wgmma, why_not_wgmma_gemm
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Groups, Scaled, Up, Weight
+from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Up, Weight
 
 DEPTH = 128  # of a step of csrc's kernels
 

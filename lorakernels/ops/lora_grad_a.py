@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import RankSizes, name, where
+from lorakernels.kernels.arguments import name, where
 from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.blocks import blocks_of, dequantize_rows
 from lorakernels.numerics.dropout import drops, masked
@@ -29,7 +29,7 @@ from lorakernels.numerics.segments import segments, sum_over_rows
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, SEVERAL, Place, why_not_batched
 from lorakernels.ops.register import Implementation, Op, define, empty
-from lorakernels.values import Dropout, Scaled
+from lorakernels.values import Dropout, RankSizes, Scaled
 
 MULTIPLE = {True: 16, False: 8}  # of K, for csrc, by whether x is FP8
 COLUMN_MULTIPLE = 8  # of col0, for csrc

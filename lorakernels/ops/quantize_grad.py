@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
-from lorakernels.kernels.arguments import Sizes, format_of, name, scale_of, where
+from lorakernels.kernels.arguments import format_of, name, scale_of, where
 from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits, dropped_words, drops
 from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
@@ -50,7 +50,7 @@ from lorakernels.ops.hardware import (
 from lorakernels.ops.lora_grad_a import MAX_RANK as MAX_GRAD_A_RANK
 from lorakernels.ops.lora_grad_a import why_not_sizes as why_not_lora_grad_a
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
-from lorakernels.values import Dropout, Scaling, SideBySide, Up, Weight
+from lorakernels.values import Dropout, Scaling, SideBySide, Sizes, Up, Weight
 
 MULTIPLE = 8  # of N, for csrc
 MAX_RANK = 128  # for csrc

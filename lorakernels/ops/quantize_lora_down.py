@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.arguments import RankSizes, name, scale_of, where
+from lorakernels.kernels.arguments import name, scale_of, where
 from lorakernels.kernels.triton import segments as segment_kernels
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3, quantize
@@ -24,7 +24,7 @@ from lorakernels.numerics.segments import adapters_of, check_segments, rows_time
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import SEVERAL, Place, why_not_batched
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
-from lorakernels.values import Dropout, Scaling
+from lorakernels.values import Dropout, RankSizes, Scaling
 
 MULTIPLE = 8  # of K, for csrc
 MAX_RANK = 256  # for csrc

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.kernels.arguments import Sizes, where
+from lorakernels.kernels.arguments import where
 from lorakernels.ops.hardware import chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.values import Sizes
 
 
 def reference(weight: Tensor) -> Tensor:

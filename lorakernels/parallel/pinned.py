@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pinned memory of the host, out of which copy engines read while layers run.
 
-Pages are taken from the system and pinned span by span (lorakernels/pinning.py). A copy must not cross two spans.
+Pages are taken from the system and pinned span by span (`device.pin`). A copy must not cross two spans.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lorakernels.pinning import pin, unpin
+from lorakernels.device import pin, unpin
 
 PAGE = 4096
 Progress = Callable[[int, int], None]  # (bytes pinned, bytes in all)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lorakernels.lent import lend
+from lorakernels.autograd.lent import lend
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.blocks import Block, lay_out

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd import linear
-from lorakernels.autograd.linear import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear_projections import Adapters, Gradients, Needs, Projections
 from lorakernels.autograd.linear_rows import (
     grad_rows,
     masks_at,
@@ -36,7 +36,8 @@ from lorakernels.fusion.layer import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.ops.quantize_grad import drawn_bits, hands_mask_over
 from lorakernels.parallel import comm
-from lorakernels.parallel.row_exchange import GATHERED, SUMMED, Beside, Branch
+from lorakernels.parallel.row_exchange import GATHERED, SUMMED
+from lorakernels.parallel.row_protocol import Beside, Branch
 from lorakernels.parallel.tensor_nodes import gathered, summed, summed_factor, summed_over_rows
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales
 from lorakernels.values import Scaled, Scaling, Up
@@ -44,7 +45,7 @@ from lorakernels.values import Scaled, Scaling, Up
 
 @dataclass(frozen=True)
 class Split:
-    """The projections of one x, by column or by row. It is an `OverRanks` of autograd/linear.py.
+    """The projections of one x, by column or by row. It is an `OverRanks` of autograd/linear_projections.py.
 
     Attributes:
         by: "column" or "row".

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd import linear
-from lorakernels.autograd.linear import Projections
+from lorakernels.autograd.linear_projections import Projections
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import comm

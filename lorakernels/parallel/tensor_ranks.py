@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, scale_of
-from lorakernels.parallel.row_exchange import CollectiveRows, RowExchange
+from lorakernels.parallel.row_exchange import CollectiveRows
+from lorakernels.parallel.row_protocol import RowExchange
 from lorakernels.state.fp8 import FP8State, reduce_amax
 from lorakernels.values import Scaling
 

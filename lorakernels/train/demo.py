@@ -242,7 +242,7 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     import torch
 
     from lorakernels import load_adapter
-    from lorakernels.train.job import recipe_of
+    from lorakernels.train.adapted import recipe_of
     from lorakernels.train.model import load_model, pick_dtype
     from lorakernels.train.runtime import fuse_layers
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,80 +25,55 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import (
-    BlockScaling,
-    DelayedScaling,
-    LoRAConfig,
     LoRAReport,
-    Offload,
-    PhiloxState,
-    PipelineParallel,
-    apply_lora,
     export_model,
-    load_quantized,
 )
+from lorakernels.train.adapted import Adapted, adapted_model, lora_config
 from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files, tokenizer_files
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
-from lorakernels.train.context import share_rows, sharing
+from lorakernels.train.context import sharing
 from lorakernels.train.data.prepare import RunData, check_rows, load_data, set_chat_template
 from lorakernels.train.errors import (
     FinetuneError,
-    ModelError,
     OptionError,
     describe_os_error,
     require,
 )
 from lorakernels.train.files import replace_file
 from lorakernels.train.flops import Peak, Sizes, find_peak
-from lorakernels.train.jobs import JobsTrainer, add_jobs, load_jobs, read_jobs, save_jobs
+from lorakernels.train.jobs import Job, JobsTrainer, load_jobs, read_jobs, save_jobs
 from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.loggers import check_packages
 from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
-    attention_of,
     check_directory,
-    load_model,
     load_tokenizer,
     pick_device,
     pick_dtype,
-    quiet_transformers,
     reproducible,
-    save_activations,
 )
 from lorakernels.train.model_card import model_card
-from lorakernels.train.model_checks import check_model, check_same_layers
 from lorakernels.train.optimizers import check_package
-from lorakernels.train.option_fields import targets_of
 from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import collect, whole_model
-from lorakernels.train.pipeline import cut_stages, stage_ranks
-from lorakernels.train.preflight import check_before_loading, check_vocabulary, read_config
+from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
-from lorakernels.train.reporter import Reading, Reporter
+from lorakernels.train.reporter import Reporter
 from lorakernels.train.running_options import RunningOptions
-from lorakernels.train.runtime import Runtime, check_scope, fuse_layers, make_random_state
+from lorakernels.train.runtime import Runtime, check_scope
 from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
-from lorakernels.train.sharding import pinning, ranks_per_machine, shard_mesh, shard_parts
-from lorakernels.train.tensor import layer_mesh, split_layers, splits_vocabulary
+from lorakernels.train.sharding import ranks_per_machine
 
+ADAPTER = "adapter"  # the directory in the output
 FEW = 10  # steps of an epoch, below which a run says so
-
-
-@dataclass(frozen=True)
-class Meshes:
-    """The ranks over which the base is sharded, a model's stages are spread, and its layers are split; or None."""
-
-    base: DeviceMesh | None = None
-    stages: DeviceMesh | None = None
-    tp: DeviceMesh | None = None
 
 
 @dataclass
@@ -160,9 +135,55 @@ def adapt(
     output, directory = Path(str(options.output)), Path(str(options.model))
     ranks = sharing(options, ranks)
     checkpoints = Checkpoints(output / "checkpoints", options.keep)
+    options = check_run(directory, options, checkpoints, reporter, ranks)
+    device = pick_device(options.device, ranks)
+    dtype = pick_dtype(options.dtype, device)
+    config = ranks.together(lambda: check_job(directory, options, reporter))
+    tokenizer = load_tokenizer(directory)
+    set_chat_template(tokenizer, options.chat_template)
+    jobs = read_jobs(options, ranks)
+    data = read_data(options, config, tokenizer, jobs, reporter, ranks)
+    adapted = adapted_model(directory, options, dtype, device, reporter, ranks, jobs)
+    model, state = adapted.model, adapted.report.fp8_state
+    runtime = Runtime(model, options, state, adapted.random, ranks=ranks, say=reporter.say)
+    given = model, options, data.train, state, runtime, ranks
+    extra = adapted.adapters
+    trainer = Trainer(*given) if extra is None else JobsTrainer(extra, jobs, *given)
+    session = make_session(trainer, data.held, reporter, output / "metrics.jsonl", adapted.sizes)
+    beside, whole = tokenizer_files(tokenizer), partial(whole_model, model)
+    files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)
+    if not isinstance(trainer, JobsTrainer):
+        checkpoints.adapter = files
+    session.checkpoints = checkpoints
+    session.identity = {
+        **data.identity,
+        "base": fingerprint(directory),
+        "dtype": str(dtype),
+        "on": device.type,
+        "fused": bool(adapted.fused),
+    }
+    if options.resume:
+        session.resume()
+    begin(session, runtime, adapted, data)
+    session.run()
+    reporter.say(session.take_best())
+    collect(model)
+    ranks.on_first(lambda: write_results(session, files, data, output))
+    adapter = output if jobs else output / ADAPTER
+    return Result(model, adapted.report, session, adapter, bool(adapted.fused))
+
+
+def check_run(
+    directory: Path,
+    options: FinetuneOptions,
+    checkpoints: Checkpoints,
+    reporter: Reporter,
+    ranks: Ranks,
+) -> FinetuneOptions:
+    """Check what needs no file of the model, or all that a plan needs. Returns the options, with a plan's choices."""
     if not options.resume and checkpoints.steps():
         raise FinetuneError(
-            f"{output} already holds checkpoints: go on with --resume or take another directory"
+            f"{options.output} already holds checkpoints: go on with --resume or take another directory"
         )
     if options.layout == "auto":
         options = ranks.together(lambda: plan_job(directory, options, reporter, ranks))
@@ -172,94 +193,63 @@ def adapt(
     check_package(options)
     ranks.on_first(lambda: check_packages(options))
     make_schedule(options, options.steps or 1000)  # its arguments must stop the run now
-    device = pick_device(options.device, ranks)
-    dtype = pick_dtype(options.dtype, device)
-    config = ranks.together(lambda: check_job(directory, options, reporter))
-    tokenizer = load_tokenizer(directory)
-    set_chat_template(tokenizer, options.chat_template)
-    jobs = read_jobs(options, ranks)
+    return options
+
+
+def read_data(
+    options: FinetuneOptions,
+    config: Any,
+    tokenizer: Any,
+    jobs: Sequence[Job],
+    reporter: Reporter,
+    ranks: Ranks,
+) -> RunData:
+    """The rows of the run, or of all its jobs, the same number on all ranks.
+
+    Raises:
+        ModelError: the model of `config` has no embedding for a token.
+        OptionError: an option reads a held-out loss, and nothing is held out.
+    """
+    tokens = Path(str(options.output)) / "tokens"
     if jobs:
-        data = load_jobs(jobs, options, tokenizer, output / "tokens", reporter.say)
+        data = load_jobs(jobs, options, tokenizer, tokens, reporter.say)
     else:
-        data = load_data(options, tokenizer, output / "tokens", reporter.say, ranks)
+        data = load_data(options, tokenizer, tokens, reporter.say, ranks)
     check_rows(data, ranks)  # the checks below then find the same on all ranks
     check_vocabulary(config, data.max_token)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
-    random = make_random_state(options.seed, ranks.replica, device)
-    torch.manual_seed(options.seed)
-    mesh = shard_mesh(options, ranks, device, reporter.say)
-    shared = stage_ranks(ranks, device)
-    layers = layer_mesh(ranks, device)
-    read_sharded = mesh if layers is None else None  # parts of layers are sharded afterwards
-    meshes = Meshes(read_sharded, None if shared is None else shared.mesh, layers)
-    model, report = ranks.together(
-        lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
-    )
-    adapters = add_jobs(model, jobs) if jobs else None
-    with PipelineParallel.own_layers_alone(model):
-        ranks.together(lambda: check_model(model))
-    fused = fuse_layers(model, options, device)
-    check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise
-    sizes = sizes_of(model, options) if ranks.tp > 1 else None  # before the embedding is split
-    split_layers(model, options, ranks, layers, reporter.say)
-    if layers is not None:
-        shard_parts(model, mesh, reporter.say)
-    if options.gradient_checkpointing:
-        save_activations(model)  # hooks the embedding, which the ranks may have replaced
-    cut_stages(model, options, ranks, shared, random)
-    share_rows(model, ranks, device)
-    sizes = sizes or sizes_of(model, options)
-    runtime = Runtime(model, options, report.fp8_state, random, ranks=ranks, say=reporter.say)
-    identity = {
-        **data.identity,
-        "base": fingerprint(directory),
-        "dtype": str(dtype),
-        "on": device.type,
-        "fused": bool(fused),
-    }
-    metrics = output / "metrics.jsonl"
-    given = model, options, data.train, report.fp8_state, runtime, ranks
-    trainer = Trainer(*given) if adapters is None else JobsTrainer(adapters, jobs, *given)
-    session = make_session(trainer, data.held, reporter, metrics, sizes)
-    files = AdapterFiles(
-        model,
-        directory,
-        tokenizer_files(tokenizer),
-        lambda: card(directory, data, session),
-        partial(whole_model, model),
-    )
-    if not isinstance(trainer, JobsTrainer):
-        checkpoints.adapter = files
-    session.checkpoints, session.identity = checkpoints, identity
-    if options.resume:
-        session.resume()
-    with whole_model(model):
-        lines = choices(report, runtime, fused, describe(device, ranks), sizes, data.train.longest)
+    return data
+
+
+def begin(session: Session, runtime: Runtime, adapted: Adapted, data: RunData) -> None:
+    """Say what the run will do, and write it beside its results."""
+    trainer, options = session.trainer, session.options
+    ranks, where = trainer.ranks, describe(trainer.device, trainer.ranks)
+    with whole_model(adapted.model):
+        lines = choices(
+            adapted.report, runtime, adapted.fused, where, adapted.sizes, data.train.longest
+        )
     for line in lines:
-        reporter.say(line)
+        session.reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
-    ranks.on_first(lambda: replace_file(output / "options.json", written))
+    ranks.on_first(lambda: replace_file(Path(str(options.output)) / "options.json", written))
     step = trainer.counters.step
     ranks.on_first(lambda: session.open_loggers(step))
-    session.run()
-    reporter.say(session.take_best())
-    adapter = output / "adapter"
 
-    def finish() -> None:
-        if isinstance(trainer, JobsTrainer):
-            save_jobs(trainer, files, output, reporter.say, data)
-        else:
-            save_adapter_files(files, adapter)
-        title = f"LoRA, rank {options.r}, {directory.name}"
-        plot_losses(metrics, output / "loss.png", title)
-        if options.merge is not None:
-            merged = write_merged(directory, adapter, options.merge)
-            reporter.say(f"merged model ({options.merge}) in {merged}")
 
-    collect(model)
-    ranks.on_first(finish)
-    return Result(model, report, session, output if jobs else adapter, bool(fused))
+def write_results(session: Session, files: AdapterFiles, data: RunData, output: Path) -> None:
+    """Write the adapters, the curve of the loss and the merged model, of the whole model on one rank."""
+    trainer, options, say = session.trainer, session.options, session.reporter.say
+    if isinstance(trainer, JobsTrainer):
+        save_jobs(trainer, files, output, say, data)
+    else:
+        save_adapter_files(files, output / ADAPTER)
+    title = f"LoRA, rank {options.r}, {files.base.name}"
+    plot_losses(session.metrics, output / "loss.png", title)
+    if options.merge is not None:
+        merged = write_merged(files.base, output / ADAPTER, options.merge)
+        say(f"merged model ({options.merge}) in {merged}")
 
 
 def plan_job(
@@ -289,113 +279,6 @@ def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> 
     check_directory(directory)
     lora = lora_config(options)
     return check_before_loading(directory, options, lora, reporter.say)
-
-
-def load_adapted(
-    directory: Path,
-    options: FinetuneOptions,
-    dtype: torch.dtype,
-    device: torch.device,
-    random: PhiloxState,
-    reporter: Reporter,
-    meshes: Meshes = Meshes(),
-) -> tuple[nn.Module, LoRAReport]:
-    """The base with its adapters, and their report. Of a pipeline and of split layers, this rank's part alone, where
-    that can be read.
-
-    With `fp8`, load_quantized quantizes the weights one by one, including layers without an adapter. If it refuses the
-    checkpoint before it reads a value, transformers loads the model instead, unless the base is sharded or offloaded.
-    An initialisation from the 16-bit weight is such a case, and holds the same layers in FP8. If it refuses to read a
-    part of the model, such as with DoRA, it reads the whole one on every rank.
-
-    Raises:
-        ModelError: the model cannot be loaded or adapted.
-    """
-    if options.fp8:
-        quiet_transformers()
-        reading = Reading(reporter)
-        try:
-            loaded = load_quantized(
-                directory,
-                device=device,
-                dtype=dtype,
-                lora=lora_config(options),
-                rng_state=random,
-                attn_implementation=attention_of(read_config(directory)),
-                progress=reading,
-                mesh=meshes.base,
-                offload=Offload(options.offload, progress=pinning(reporter.say)),
-                embeddings=options.shard_embeddings and meshes.base is not None,
-                stages=meshes.stages,
-                tp=meshes.tp,
-                vocabulary=meshes.tp is not None and splits_vocabulary(directory, options),
-            )
-        except (ValueError, TypeError, OSError) as error:
-            if reading.began or meshes.base is not None or options.offload:
-                raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
-            if meshes.stages is not None or meshes.tp is not None:
-                reporter.say(f"base: each rank reads the whole model first: {error}")
-                whole = Meshes(meshes.base)
-                return load_adapted(directory, options, dtype, device, random, reporter, whole)
-            reporter.say(f"loaded by transformers instead of into FP8 tensor by tensor: {error}")
-        else:
-            assert loaded.report is not None
-            if meshes.stages is not None or meshes.tp is not None:
-                whose = "stage" if meshes.tp is None else "parts of layers"
-                reporter.say(
-                    f"base: {loaded.bytes / 1e6:,.3f} MB read, those of this rank's {whose}"
-                )
-            if loaded.sharded is not None:
-                reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
-            loaded.model.config.use_cache = False  # type: ignore[union-attr]
-            return loaded.model, loaded.report
-    torch.manual_seed(options.seed)
-    model = load_model(directory, dtype, device)
-    torch.manual_seed(options.seed)
-    return model, add_adapters(model, options, random)
-
-
-def add_adapters(
-    model: nn.Module, options: FinetuneOptions, random: PhiloxState | None = None
-) -> LoRAReport:
-    try:
-        lora = lora_config(options)
-        frozen = "fp8" if lora.changes_base and lora.fp8 else "plain"
-        return apply_lora(model, lora, rng_state=random, frozen=frozen)
-    except (ValueError, TypeError) as error:
-        raise ModelError(str(error)) from error
-
-
-def recipe_of(options: FinetuneOptions) -> DelayedScaling | BlockScaling | None:
-    """The FP8 recipe of the base; None for a plain base."""
-    if not options.fp8:
-        return None
-    return BlockScaling() if options.fp8_recipe == "block" else DelayedScaling()
-
-
-def lora_config(options: FinetuneOptions) -> LoRAConfig:
-    try:
-        return LoRAConfig(
-            r=options.r,
-            lora_alpha=options.lora_alpha,
-            lora_dropout=options.lora_dropout,
-            target_modules=targets_of(options.target_modules),
-            exclude_modules=options.exclude_modules or None,
-            target_parameters=options.target_parameters or None,
-            use_rslora=options.use_rslora,
-            use_dora=options.use_dora,
-            init_lora_weights=options.init_lora_weights == "true" or options.init_lora_weights,
-            weight_layout=options.weight_layout,  # type: ignore[arg-type]
-            fp8=recipe_of(options),
-        )
-    except (ValueError, TypeError) as error:
-        raise OptionError(str(error)) from error
-
-
-def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
-    """Sizes of the whole model, also if this rank has a part of it."""
-    with whole_model(model):
-        return Sizes.of(model, options.seq_len)
 
 
 def make_session(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorakernels.autograd.linear import Projections
+from lorakernels.autograd.linear_projections import Projections
 from lorakernels.autograd.linear_rows import masks_at, slower_in_pieces
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.kernels import tune

@@ -22,7 +22,7 @@ from lorakernels import (
     LoRALinearGroup,
     ops,
 )
-from lorakernels.modules import group as group_module
+from lorakernels.modules import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep
 from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
@@ -64,7 +64,7 @@ def check(members, x, dys, p, shared_dropout, how, order, extra=0.0):
     added in x's dtype, so up to (1 + n)/2 eps."""
     slots = Slots()
     group = LoRALinearGroup(members, shared_dropout=shared_dropout)
-    with mock.patch.object(group_module, "draw_slot", slots):
+    with mock.patch.object(lora_module, "draw_slot", slots):
         if how == "group(x)":
             ys = group(x)
         else:
@@ -334,10 +334,10 @@ def test_the_gradient_of_one_member_alone(used, mode):
     x2 = x.detach().clone().requires_grad_()
     slot = lambda *_: torch.tensor([5, 6])  # noqa: E731
     dy = torch.randn(6, members[used].out_features)
-    with mock.patch.object(group_module, "draw_slot", slot):
+    with mock.patch.object(lora_module, "draw_slot", slot):
         group(x)[used].backward(dy)
     twin.site = members[0].site if mode[1] else twin.site
-    with mock.patch("lorakernels.modules.lora.draw_slot", slot):
+    with mock.patch.object(lora_module, "draw_slot", slot):
         twin(x2).backward(dy)
     torch.testing.assert_close(x.grad, x2.grad, rtol=1e-5, atol=1e-5)
     for i, member in enumerate(members):
@@ -390,7 +390,7 @@ def test_backwards_of_members_are_separate(mode):
     x = torch.randn(6, 32, requires_grad=True)
     x2 = x.detach().clone().requires_grad_()
     slot = lambda *_: torch.tensor([5, 6])  # noqa: E731
-    with mock.patch.object(group_module, "draw_slot", slot):
+    with mock.patch.object(lora_module, "draw_slot", slot):
         q, k = members[0](x), members[1](x)
         k.sum().backward()
         q.sum().backward()

@@ -161,7 +161,7 @@ def test_sdist_holds_what_its_readme_links_to(tree: Tree) -> None:
 
 def test_sdist_holds_csrc(tree: Tree) -> None:
     names = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.*")}
-    assert {"csrc/register.h", "csrc/ops/fp8_gemm/params.h"} <= names
+    assert {"csrc/bindings/register.h", "csrc/ops/fp8_gemm/params.h"} <= names
     assert not [name for name in names if not (tree.path / name).is_file()]
 
 
@@ -223,8 +223,8 @@ def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, 
     ("changes", "rebuilt"),
     [
         ([], set()),
-        (["csrc/no_cuda.cpp"], {"no_cuda.cpp.o"}),
-        (["csrc/host/cuda_runtime_info.h"], {"no_cuda.cpp.o", "host/build_info.cpp.o"}),
+        (["csrc/graphs/no_cuda.cpp"], {"graphs/no_cuda.cpp.o"}),
+        (["csrc/host/cuda_runtime_info.h"], {"host/no_cuda.cpp.o", "host/build_info.cpp.o"}),
     ],
     ids=["nothing", "a-source", "a-header"],
 )
@@ -250,7 +250,7 @@ def test_a_header_that_moved_does_not_break_a_build_folder_that_knows_it(
 
 
 def test_a_compile_error_fails_the_build_and_shows_the_compiler(tree: Tree, wheel: object) -> None:
-    source = tree.path / "csrc" / "no_cuda.cpp"
+    source = tree.path / "csrc" / "graphs" / "no_cuda.cpp"
     good = source.read_text()
     source.write_text(good + "int broken = nowhere;\n")
     result = tree.attempt("setup.py", "-q", "build_ext", "--inplace")

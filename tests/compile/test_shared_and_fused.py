@@ -54,8 +54,10 @@ def test_groups_share_x_and_one_compilation(fp8, shared_dropout):
     torch._dynamo.reset()
     for block in twin:
         block.compile(backend=counter, fullgraph=True, dynamic=False)
-    drawn = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
-    with mock.patch.multiple("lorakernels.modules.group", **drawn):
+    with (
+        mock.patch("lorakernels.modules.lora.draw_slot", lambda *_: slot.clone()),
+        mock.patch("lorakernels.modules.group.traced_slot", lambda *_: slot.clone()),
+    ):
         for _ in range(2):
             x = torch.randn(6, 32, requires_grad=True)
             z = x.detach().clone().requires_grad_()

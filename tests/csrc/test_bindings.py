@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from lorakernels import _C
-from lorakernels.kernels.arguments import RankSizes, Scale, Sizes, Where
-from lorakernels.values import Dropout
+from lorakernels.values import Dropout, RankSizes, Scale, Sizes, Where
 from tests.kernels.bindings import ARGUMENTS
 from tests.kernels.recording import recording, symbolic
 

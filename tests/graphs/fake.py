@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lorakernels.graphs.compare.signature import TensorSpec
 from lorakernels.graphs.device.backend import Captured
-from lorakernels.graphs.signature import TensorSpec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lorakernels.graphs.compare.signature import Signature, difference, extension, flatten, typed
 from lorakernels.graphs.replay import grads
-from lorakernels.graphs.signature import Signature, difference, extension, flatten, typed
 from torch import Tensor
 
 from tests.graphs.layers import batches, managed, run, same, twins, warm

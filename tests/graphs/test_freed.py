@@ -14,8 +14,8 @@ import pytest
 import torch
 from lorakernels.graphs import GraphManager
 from lorakernels.graphs.capture.states import PINNED_BY
+from lorakernels.graphs.compare.signature import extension, flatten
 from lorakernels.graphs.device.pool import Pool
-from lorakernels.graphs.signature import extension, flatten
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State

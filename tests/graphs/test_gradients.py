@@ -10,7 +10,7 @@ import torch
 from lorakernels.graphs import (
     CaptureError,
 )
-from lorakernels.graphs.order import Direction
+from lorakernels.graphs.plan.order import Direction
 from torch import nn
 
 from tests.graphs.layers import (

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lorakernels.graphs import GraphManager
-from lorakernels.graphs.order import Direction, Order, Step
+from lorakernels.graphs.plan.order import Direction, Order, Step
 from torch import nn
 
 from tests.graphs.layers import (

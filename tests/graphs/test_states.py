@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lorakernels.graphs.order import Direction
+from lorakernels.graphs.plan.order import Direction
 from torch import nn
 
 from tests.graphs.layers import (

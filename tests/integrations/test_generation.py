@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling
+from benchmarks.lib.generation import repeatable_attention
+from lorakernels import BlockScaling, DelayedScaling
 from lorakernels.integrations import generation
 from lorakernels.integrations.generation import graphed_generation
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, tokens
@@ -21,6 +22,7 @@ from tests.fusion.fused_models import model_of as plain_model
 
 OPTIONS = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
 
 
 class Stand:
@@ -68,9 +70,9 @@ def model_of(fused: bool) -> nn.Module:
     return fused_copy(made)[0] if fused else made
 
 
-def said(model: Any, x: Tensor, **options: Any) -> Tensor:
-    found: Tensor = model.generate(x, **{**OPTIONS, **STATIC, **options})
-    return found
+def said(model: Any, x: Tensor, **options: Any) -> Any:
+    """Tokens [B, T + new]; with LOGITS transformers' result, which has them and the logits."""
+    return model.generate(x, **{**OPTIONS, **STATIC, **options})
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
@@ -95,14 +97,13 @@ def test_masks_and_positions_are_made_as_without_a_graph(stand: Stand) -> None:
     model, x = adapted("Llama", LINEARS, fp8=DelayedScaling(), dtype=torch.bfloat16), tokens(2, 5)
     model.eval()
     x[0, :2] = 0
-    logits = {"output_logits": True, "return_dict_in_generate": True}
     later = torch.ones_like(x)
     later[0, :2] = 0
     calls: list[dict[str, Any]] = [{}, {"attention_mask": later}]
     for call in calls:
-        expected: Any = said(model, x, **call, **logits)
+        expected = said(model, x, **call, **LOGITS)
         with graphed_generation(model):
-            found: Any = said(model, x, **call, **logits)
+            found = said(model, x, **call, **LOGITS)
         assert [t.shape for t in found.logits] == [t.shape for t in expected.logits]
         assert all(map(torch.equal, found.logits, expected.logits))
 
@@ -194,23 +195,98 @@ def test_a_call_that_is_not_the_captured_one_is_refused(stand: Stand) -> None:
         assert stand.replays == replays == 2
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
-def test_tokens_of_a_gpu_s_graph(fused: bool) -> None:
+def test_a_sliding_window_is_refused_without_the_hint_that_was_followed(stand: Stand) -> None:
+    model = plain_model("Mistral").eval()
+    model.config.sliding_window = 4
+    message = r"of \['StaticSlidingWindowLayer'\]: .* count their tokens on the host"
+    with graphed_generation(model), pytest.raises(ValueError, match=message):
+        said(model, tokens(1, 9))
+
+
+def test_generate_compiles_nothing_of_it(stand: Stand) -> None:
+    """On a GPU `generate` compiles the forward over a static cache; here it is told to."""
+    from torch._dynamo.utils import counters
+    from transformers import CompileConfig
+
+    model, x = model_of(fused=False), tokens(1, 5)
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True
+    expected = said(model, x)
+    torch._dynamo.reset()
+    counters.clear()
+    with graphed_generation(model):
+        found = said(model, x, disable_compile=False, compile_config=config)
+    assert torch.equal(found, expected) and stand.replays == 5
+    assert not counters["frames"]
+
+
+def test_fp8_scales_and_histories_stay_what_they_were(stand: Stand) -> None:
+    model, x = model_of(fused=True), tokens(2, 5)
+    state = model.model.layers[0].self_attn.q_proj.fp8_state
+    before = [t.clone() for t in (state.forward, state.backward)]
+    with graphed_generation(model):
+        said(model, x)
+    assert all(map(torch.equal, (state.forward, state.backward), before))
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), BlockScaling()], ids=["one scale", "blocks"])
+def test_rows_read_each_other_s_amax_but_in_blocks(recipe: Any) -> None:
+    """So one bit of one row moves the logits of all rows under DelayedScaling (docs/facts.md, P10)."""
     torch.manual_seed(0)
-    kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
     sizes = {"hidden_size": 128, "intermediate_size": 256}
-    model = adapted("Llama", LINEARS, model=sizes, **kind).eval()
-    model = fused_copy(model)[0] if fused else model
+    model = adapted("Llama", LINEARS, model=sizes, fp8=recipe).eval()
+    x = tokens(8, 5)
+    other = x.clone()
+    other[1:] = tokens(7, 5)
+    one, two = (said(model, of, max_new_tokens=1, **LOGITS).logits[0][0] for of in (x, other))
+    assert torch.equal(one, two) == isinstance(recipe, BlockScaling)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "disable_compile", [True, False], ids=["compile disabled", "compile allowed"]
+)
+@pytest.mark.parametrize("fused", [False, True], ids=["not fused", "fused"])
+def test_tokens_of_a_gpu_s_graph(fused: bool, disable_compile: bool) -> None:
+    """cuDNN's attention does not repeat its bits for a token (docs/facts.md, P9)."""
+    model = gpu_model(fused, {"hidden_size": 128, "intermediate_size": 256})
     x = tokens(2, 5, "cuda")
     mask = torch.ones_like(x)
     mask[0, :2] = 0
     calls: list[dict[str, Any]] = [{}, {"attention_mask": mask}]
-    logits = {"output_logits": True, "return_dict_in_generate": True}
     for call in calls:
-        expected: Any = said(model, x, **call, **logits)
-        with graphed_generation(model):
-            for _ in range(2):  # the second call has a cache and a graph of its own
-                found: Any = said(model, x, **call, **logits)
-                assert torch.equal(found.sequences, expected.sequences)
-                assert all(map(torch.equal, found.logits, expected.logits))
+        with repeatable_attention():
+            expected = said(model, x, **call, **LOGITS)
+            with graphed_generation(model):
+                for _ in range(2):  # the second call has a cache and a graph of its own
+                    found = said(model, x, **call, **LOGITS, disable_compile=disable_compile)
+                    assert_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 63, 64, 65])
+def test_many_rows_say_the_same_fused_or_not_and_by_a_graph(rows: int) -> None:
+    """The amax of all rows scales each of them, so that one bit of one row that differs would show in the others."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    x = tokens(rows, 33, "cuda")
+    with repeatable_attention():
+        for kind in ({}, {"cache_implementation": None}):
+            unfused, fused = (said(gpu_model(f, sizes), x, **kind, **LOGITS) for f in (False, True))
+            assert_equal(fused, unfused)
+        for f in (False, True):
+            model = gpu_model(f, sizes)
+            expected = said(model, x, **LOGITS)
+            with graphed_generation(model):
+                assert_equal(said(model, x, **LOGITS), expected)
+
+
+def gpu_model(fused: bool, sizes: dict[str, int]) -> Any:
+    torch.manual_seed(0)
+    kind = {"fp8": DelayedScaling(), "dtype": torch.bfloat16, "device": "cuda"}
+    model = adapted("Llama", LINEARS, model=sizes, **kind).eval()
+    return fused_copy(model)[0] if fused else model
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    assert torch.equal(found.sequences, expected.sequences)
+    assert all(map(torch.equal, found.logits, expected.logits))

@@ -148,6 +148,22 @@ def test_peft_on_top(folder: Path) -> None:
     assert all(p.grad is not None for p in wrapped.parameters() if p.requires_grad)
 
 
+def test_all_linear_of_peft_on_top(folder: Path) -> None:
+    """The layers that PEFT takes of the plain model."""
+    peft = pytest.importorskip("peft")
+    from lorakernels.integrations.peft import register, report
+
+    def config() -> Any:
+        return peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+    expected = report(peft.get_peft_model(AUTO.from_pretrained(folder), config())).rows
+    model = loaded(folder)
+    found = report(peft.get_peft_model(model, register(config(), model=model)))
+    assert found.fused == [row.name for row in expected] and len(expected) == 14
+    with pytest.raises(ValueError, match="all-linear"):
+        register(config(), model=nn.Sequential())
+
+
 def test_what_it_saves_is_a_plain_model(folder: Path, tmp_path: Path) -> None:
     model = loaded(folder)
     assert not getattr(model, "is_quantized", False) and not hasattr(model, "hf_quantizer")

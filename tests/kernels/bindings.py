@@ -17,6 +17,26 @@ TILES = ("splits", "tile_rows", "tile_cols", "multiprocessors")
 STATES = ("forward", "backward", "current", "n", "history_len")
 RECIPE = ("fp8_max_forward", "fp8_max_backward", "margin", "amax_compute_algo")
 BIAS = {"sizes": SIZES, "dtypes": ("dtype", "bias_dtype"), "dropout": DROPOUT, "where": WHERE}
+LINEAR = {
+    "out": ("y", "bias", "residual"),
+    "x": ("x8", "x_scale_inv"),
+    "weight": WEIGHT,
+    "up": ("B", "s", "scaling"),
+    "sizes": PRODUCT,
+    "types": ("dtype", "b_dtype", "bias_dtype", "by_column"),
+    "tiles": TILES,
+    "where": WHERE,
+}
+GRAD_INPUT = {
+    "out": ("dx", "ds", "A"),
+    "dy": ("dy8", "dy_scale_inv"),
+    "weight": WEIGHT,
+    "dropout": DROPOUT,
+    "sizes": PRODUCT,
+    "types": ("dtype", "a_dtype", "format"),
+    "tiles": TILES,
+    "where": WHERE,
+}
 # function: {parameter: its name, or those of its entries}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "amax_and_scale_update": {
@@ -35,46 +55,10 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "dropout": DROPOUT,
         "where": WHERE,
     },
-    "fp8_block_grad_input": {
-        "out": ("dx", "ds", "A"),
-        "dy": ("dy8", "dy_scale_inv"),
-        "weight": WEIGHT,
-        "dropout": DROPOUT,
-        "sizes": PRODUCT,
-        "types": ("dtype", "a_dtype", "format"),
-        "tiles": TILES,
-        "where": WHERE,
-    },
-    "fp8_block_linear": {
-        "out": ("y", "bias", "residual"),
-        "x": ("x8", "x_scale_inv"),
-        "weight": WEIGHT,
-        "up": ("B", "s", "scaling"),
-        "sizes": PRODUCT,
-        "types": ("dtype", "b_dtype", "bias_dtype", "by_column"),
-        "tiles": TILES,
-        "where": WHERE,
-    },
-    "fp8_grad_input": {
-        "out": ("dx", "ds", "A"),
-        "dy": ("dy8", "dy_scale_inv"),
-        "weight": WEIGHT,
-        "dropout": DROPOUT,
-        "sizes": PRODUCT,
-        "types": ("dtype", "a_dtype", "format"),
-        "tiles": TILES,
-        "where": WHERE,
-    },
-    "fp8_linear_lora": {
-        "out": ("y", "bias", "residual"),
-        "x": ("x8", "x_scale_inv"),
-        "weight": WEIGHT,
-        "up": ("B", "s", "scaling"),
-        "sizes": PRODUCT,
-        "types": ("dtype", "b_dtype", "bias_dtype", "by_column"),
-        "tiles": TILES,
-        "where": WHERE,
-    },
+    "fp8_block_grad_input": GRAD_INPUT,
+    "fp8_block_linear": LINEAR,
+    "fp8_grad_input": GRAD_INPUT,
+    "fp8_linear_lora": LINEAR,
     "grouped_grad_input": {
         "out": ("dx", "ds", "A"),
         "dy": ("dy8", "dy_scale_inv"),

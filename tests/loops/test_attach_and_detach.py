@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import inspect
 import weakref
 from typing import Any
 
 import pytest
 import torch
+from lorakernels.graphs import GraphManager, GraphOptions
 from torch import nn
 
 from lorakernels import FP8State, LoRALinear, attach
@@ -53,6 +55,18 @@ def test_why_nothing_is_replayed(change: Any, options: Any, reason: str) -> None
     with attached_to(model, **options) as (attached, _):
         assert reason in attached.why_not and reason in str(attached)
         assert inner.config.use_cache and attached.manager is None
+
+
+def test_the_signature_is_readable() -> None:
+    """What `help` and editors show; options of graphs have the defaults of theirs, but those that a loop needs."""
+    given = inspect.signature(attach).parameters
+    assert all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given.values())
+    defaults = {name: parameter.default for name, parameter in given.items()}
+    assert defaults["grads"] == inspect.signature(GraphManager).parameters["grads"].default
+    theirs = inspect.signature(GraphOptions).parameters
+    assert {n for n in theirs if n in given} == theirs.keys() - {"together"}
+    differ = {n: defaults[n] for n in theirs if n in given and defaults[n] != theirs[n].default}
+    assert differ == {"on_new_shape": "capture", "max_shapes": 4}
 
 
 def test_detach_leaves_the_model_as_it_was() -> None:
@@ -194,7 +208,9 @@ def test_refused_before_anything_is_changed() -> None:
             ValueError,
             "grads must be one",
         ),
-        ((model, optimizer), {"x": 1}, TypeError, "as options, found {'x'}"),
+        ((model, optimizer), {"x": 1}, TypeError, "unexpected keyword argument 'x'"),
+        ((model, optimizer), {"graphs": False, "mode": "x"}, ValueError, "mode must be one of"),
+        ((model, optimizer), {"graphs": False, "max_shapes": 0}, ValueError, "max_shapes must be"),
         ((model, optimizer), {"layers": [3]}, TypeError, r"layers\[0\] must be a module"),
         ((model, optimizer), {"layers": "model"}, TypeError, "layers must be a list"),
         ((model, optimizer), {"layers": []}, TypeError, "layers must be a list"),

@@ -248,7 +248,7 @@ def test_help_imports_no_heavy_library() -> None:
 
 
 def test_config_of_the_adapter_follows_the_options() -> None:
-    from lorakernels.train.job import lora_config
+    from lorakernels.train.adapted import lora_config
     from lorakernels.train.options import FinetuneOptions
 
     options = FinetuneOptions(r=3, use_rslora=True, fp8=False, weight_layout="both")

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import PhiloxState, PipelineParallel
+from lorakernels.train.adapted import Meshes, load_adapted
 from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
-from lorakernels.train.job import Meshes, load_adapted
 from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks

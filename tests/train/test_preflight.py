@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lorakernels import LoRAConfig
-from lorakernels.train import job
+from lorakernels.train import adapted, job
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.preflight import check_before_loading
@@ -80,8 +80,8 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loa
     cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch, more: list[Any], message: str, fp8: str,
 ) -> None:  # fmt: skip
-    for loader in ("load_quantized", "load_model", "load_data"):
-        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
+    for place, loader in ((adapted, "load_quantized"), (adapted, "load_model"), (job, "load_data")):
+        monkeypatch.setattr(place, loader, lambda *_, **__: pytest.fail("too late"))
     assert cli(*base_args, "--output", tmp_path / "out", "--steps", 1, fp8, *more) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
@@ -111,7 +111,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(
     config.vocab_size = 258
     config.save_pretrained(model)
     for loader in ("load_quantized", "load_model"):
-        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
+        monkeypatch.setattr(adapted, loader, lambda *_, **__: pytest.fail("too late"))
     assert cli(*base_args, "--output", tmp_path / "out", "--model", model) == 1
     assert "the tokenizer makes token 258, the model knows 258" in capsys.readouterr().err
 
@@ -175,7 +175,7 @@ def test_a_weight_that_cannot_be_quantized_ends_the_run_without_a_second_load(
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr(job, "load_model", lambda *_: pytest.fail("loaded again"))
+    monkeypatch.setattr(adapted, "load_model", lambda *_: pytest.fail("loaded again"))
     assert cli(*base_args, "--output", tmp_path / "out", "--model", model) == 1
     said = capsys.readouterr()
     assert f"the model in {model} cannot be loaded: " in said.err and "finite" in said.err

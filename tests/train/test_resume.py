@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lorakernels.modules import initial
-from lorakernels.train import job
+from lorakernels.train import adapted
 from lorakernels.train.manifest import MANIFEST, make_manifest
 from lorakernels.train.session import Session
 from tests import processes
@@ -197,7 +197,7 @@ def test_another_run_is_not_resumed(
 ) -> None:  # fmt: skip
     """And that is known before a model is loaded."""
     for loader in ("load_quantized", "load_model"):
-        monkeypatch.setattr(job, loader, lambda *_, **__: pytest.fail("too late"))
+        monkeypatch.setattr(adapted, loader, lambda *_, **__: pytest.fail("too late"))
     before = adapter(eight_steps)
     assert cli(*base_args, "--output", eight_steps, "--steps", 8, *changed, "--resume") == 1
     assert message in capsys.readouterr().err and adapter(eight_steps) == before

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.train import job
+from lorakernels.train import adapted
+from lorakernels.train.adapted import load_adapted
 from lorakernels.train.errors import FinetuneError
-from lorakernels.train.job import load_adapted
 from lorakernels.train.model_checks import check_same_layers
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.ranks import Ranks
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 def loaded(rank: int, device: torch.device, folder: str, who: int | None) -> tuple[str, str]:
     """The class of a layer without an adapter, and what is said, where `who` cannot open the files at first."""
-    ranks, real = Ranks(rank, 2), job.load_quantized
+    ranks, real = Ranks(rank, 2), adapted.load_quantized
 
     def load_quantized(*args: Any, **kwargs: Any) -> Any:
         if rank == who:
@@ -34,7 +34,7 @@ def loaded(rank: int, device: torch.device, folder: str, who: int | None) -> tup
     reporter = Reporter("finetune", 1, quiet=True)
     given = Path(folder), options, torch.float32, device, None, reporter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "load_quantized", load_quantized)
+        patch.setattr(adapted, "load_quantized", load_quantized)
         model, _ = ranks.together(lambda: load_adapted(*given))  # type: ignore[arg-type]
     kind = type(model.get_submodule("model.layers.0.mlp.up_proj")).__name__
     try:

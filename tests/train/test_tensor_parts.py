@@ -21,9 +21,9 @@ from lorakernels import VocabularyHead, load_quantized, parallelize
 from lorakernels.checkpoints.shards import Directory
 from lorakernels.parallel import comm
 from lorakernels.train import job
+from lorakernels.train.adapted import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.context import share_rows
 from lorakernels.train.errors import FinetuneError
-from lorakernels.train.job import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.loop import Trainer, evaluate
 from lorakernels.train.model import hidden_states, load_model
 from lorakernels.train.options import FinetuneOptions

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "bindings/register.h"
 #include "ops/amax/params.h"
-#include "register.h"
 
 namespace lorakernels {
 

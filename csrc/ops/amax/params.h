@@ -10,8 +10,8 @@
 #include <cfloat>
 #include <cstdint>
 
+#include "device/float_type.h"
 #include "device/platform.h"
-#include "host/float_type.h"
 
 namespace lorakernels {
 

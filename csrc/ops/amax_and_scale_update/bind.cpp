@@ -3,10 +3,10 @@
 #include <string>
 #include <tuple>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/amax_and_scale_update/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

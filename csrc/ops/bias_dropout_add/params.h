@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "device/dropout.h"
-#include "host/float_type.h"
+#include "device/float_type.h"
 
 namespace lorakernels {
 

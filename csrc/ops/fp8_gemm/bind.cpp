@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/fp8_gemm/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

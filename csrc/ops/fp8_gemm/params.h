@@ -14,8 +14,8 @@
 #include <cstdint>
 
 #include "device/dropout.h"
+#include "device/float_type.h"
 #include "device/platform.h"
-#include "host/float_type.h"
 
 namespace lorakernels {
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/longest_document/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

@@ -2,10 +2,10 @@
 #include <optional>
 #include <string>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/lora_grad_a/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

@@ -6,10 +6,10 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/quantize_grad/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "device/dropout.h"
-#include "host/float_type.h"
+#include "device/float_type.h"
 #include "ops/amax/params.h"
 
 namespace lorakernels {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <string>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "host/launch_list.h"
 #include "ops/transpose_fp8/params.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {

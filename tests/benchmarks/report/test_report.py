@@ -29,7 +29,7 @@ def ops(load: Load) -> Any:
 )
 def test_a_page_holds_what_the_committed_results_say(report: Any, page: str) -> None:
     text = (report.ROOT / page).read_text(encoding="utf-8")
-    expected = report.PAGES[page](report.read(report.RESULTS))
+    expected = report.PAGES[page](report.records(report.RESULTS))
     assert report.between_markers(text) == expected, "run `python benchmarks/report/pages.py`"
 
 
@@ -45,6 +45,16 @@ def test_adapters_are_shown_where_a_row_of_a_sharded_base_names_them(report: Any
     told = {**old[0], "LoRA": "64, all", "optimizer": "sharded"}
     assert "| model | tokens | base |" in report.tables({"sharded_base": old})
     assert "| 64, all | sharded |" in report.tables({"sharded_base": [*old, told]})
+
+
+def test_generate_is_a_line_for_each_provider_and_way(report: Any) -> None:
+    row = {"model": "8b", "prompt": "512", "batch": "64", "provider": "ours", "forwards": "eager"}
+    row |= {"ms a token": "6.5", "repeatable ms": "6.6", "tokens/s": "9846.2", "÷ peft": "0.646"}
+    row |= {"check": "ok", "device": "cuda: NVIDIA H100", "torch": "2.11", "commit": "abc"}
+    failed = {**row, "forwards": "one graph", "ms a token": "", "check": "WRONG: other tokens"}
+    text = report.tables({"generate": [row, failed]})
+    assert "| 8b, 512, 64 | ours | eager | 6.5 (6.6) | 9846.2 | 0.646 |  |" in text
+    assert "|  | ours | one graph | – | 9846.2 | 0.646 | WRONG: other tokens |" in text
 
 
 @pytest.mark.parametrize(
@@ -99,7 +109,7 @@ def test_every_op_of_the_table_names_columns_of_its_benchmark(ops: Any, load: Lo
 def test_every_picture_is_drawn_from_the_committed_results(report: Any, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots = importlib.import_module("benchmarks.report.plots")
-    results = report.read(report.RESULTS) | report.read(report.SEVERAL)
+    results = report.read(report.RESULTS) | report.read(report.H100)
     losses = {"one GPU": "2.0", "tp 2": "2.1"}
     rows = [{"way": way, "step": "0", "loss": loss} for way, loss in losses.items()]
     results.setdefault("quality_ranks_curves", rows)

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What bindings take: addresses, and tuples by position, which are Python's NamedTuples of lorakernels/values.py and
-// lorakernels/kernels/arguments.py.
+// What bindings take: addresses, and tuples by position, which are Python's NamedTuples of lorakernels/values.py.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -9,12 +8,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 
 #include "device/dropout.h"
+#include "device/float_type.h"
 
 namespace lorakernels {
 
@@ -91,12 +92,35 @@ struct Where {
   static constexpr auto members() { return in_order(&Where::stream, &Where::device); }
 };
 
-// The names of two dtypes.
+// Two dtypes, by torch's names.
 struct Dtypes {
   std::string first, second;
 
   static constexpr auto members() { return in_order(&Dtypes::first, &Dtypes::second); }
 };
+
+inline FloatType float_type(const char* argument, const std::string& name) {
+  if (name == "float32") return FloatType::kFloat32;
+  if (name == "bfloat16") return FloatType::kBFloat16;
+  if (name == "float16") return FloatType::kFloat16;
+  throw std::invalid_argument(std::string(argument) + " must be 'float32', 'bfloat16' or 'float16', got '" + name +
+                              "'");
+}
+
+inline FloatType half_type(const char* argument, const std::string& name) {
+  const FloatType type = float_type(argument, name);
+  if (type == FloatType::kFloat32) {
+    throw std::invalid_argument(std::string(argument) + " must be 'bfloat16' or 'float16', got 'float32'");
+  }
+  return type;
+}
+
+inline bool is_e5m2(const char* argument, const std::string& format) {
+  if (format != "e5m2" && format != "e4m3fn") {
+    throw std::invalid_argument(std::string(argument) + " must be 'e5m2' or 'e4m3fn', got '" + format + "'");
+  }
+  return format == "e5m2";
+}
 
 // 65536 p rounded, halves up, at most 65535: the double arithmetic of numerics/dropout.py, so that no p is rounded to
 // another integer.

@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "register.h"
+#include "bindings/register.h"
 
 namespace lorakernels {
 namespace {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "register.h"
+#include "bindings/register.h"
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "lorakernels' C++/CUDA part: raw addresses, sizes and a stream in, nothing of torch";

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .device.backend import Backend, CudaBackend, check_device
-from .order import check_count
+from ..device.backend import Backend, CudaBackend, check_device
+from ..plan.order import check_count
 
 
 @dataclass(frozen=True)

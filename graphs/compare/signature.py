@@ -36,9 +36,9 @@ def extension() -> ModuleType:
     Raises:
         ImportError: it was not built.
     """
-    from lorakernels import _C
+    import lorakernels._C as compiled
 
-    return _C
+    return compiled
 
 
 class TensorSpec(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 
-from .order import OrderError
+from ..plan.order import OrderError
 
 
 class GraphError(RuntimeError):
-    """Base of the errors below; `order.OrderError` is the one for steps that run out of turn."""
+    """Base of the errors below; `plan.order.OrderError` is the one for steps that run out of turn."""
 
 
 class CaptureError(GraphError):

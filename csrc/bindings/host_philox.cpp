@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "bindings/register.h"
+#include "bindings/values.h"
 #include "device/dropout.h"
-#include "register.h"
-#include "values.h"
 
 namespace lorakernels {
 namespace {
