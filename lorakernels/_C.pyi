@@ -253,12 +253,13 @@ class LaunchList:
         """
 
     def run(
-        self, addresses: tuple[int, ...], sites: tuple[int, ...], stream: int, device: int, /
+        self, addresses: tuple[Any, ...], sites: tuple[int, ...], stream: int, device: int, /
     ) -> bool:
         """Launches all in order, on `device` (-1: the current one).
 
         False: an address of an aligned base is no multiple of 16, and nothing was launched.
-        addresses: one for each base. ValueError: too few or too many, or 0 for a base that a launch uses.
+        addresses: one for each base, as a number or as a tensor, which is asked for its `data_ptr()`. ValueError: too
+        few or too many, or 0 for a base that a launch uses. TypeError: something else is among them.
         sites: the dropout streams, below 2^32. ValueError: fewer than were recorded.
         """
 

@@ -175,8 +175,9 @@ class Recorded:
                 self.places, self.aligned = places, aligned
 
             def run(
-                self, addresses: tuple[int, ...], sites: tuple[int, ...], stream: int, device: int
+                self, addresses: tuple[Any, ...], sites: tuple[int, ...], stream: int, device: int
             ) -> bool:
+                addresses = tuple(map(_address, addresses))
                 assert len(addresses) == len(self.aligned)
                 flagged = zip(addresses, self.aligned, strict=True)
                 if any(is_aligned and address % 16 for address, is_aligned in flagged):

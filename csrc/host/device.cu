@@ -43,25 +43,33 @@ Device current_device() {
   return answer = found->second;
 }
 
-void allow_shared_memory(const void* kernel, int bytes) {
-  struct Allowed {
+cudaFunction_t function_of(const void* kernel, int shared_bytes) {
+  struct Known {
+    cudaFunction_t function{};
+    int bytes = 0;
+  };
+  struct Last {
     const void* kernel = nullptr;
-    int device = -1, bytes = 0;
+    int device = -1;
+    Known known;
   };
   constexpr size_t kPlaces = 64;
   static std::mutex mutex;
-  static std::map<std::pair<const void*, int>, int> allowed;
-  thread_local Allowed places[kPlaces];  // as of `current_device`, for the kernels that a thread launches
+  static std::map<std::pair<const void*, int>, Known> functions;
+  thread_local Last places[kPlaces];  // as of `current_device`, for the kernels that a thread launches
   const int device = current();
-  Allowed& last = places[reinterpret_cast<uintptr_t>(kernel) / 16 % kPlaces];
-  if (last.kernel == kernel && last.device == device && last.bytes >= bytes) return;
+  Last& last = places[reinterpret_cast<uintptr_t>(kernel) / 16 % kPlaces];
+  if (last.kernel == kernel && last.device == device && last.known.bytes >= shared_bytes) return last.known.function;
   const std::lock_guard<std::mutex> lock(mutex);
-  int& most = allowed[{kernel, device}];
-  if (most < bytes) {
-    LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    most = bytes;
+  Known known = functions[{kernel, device}];
+  if (known.bytes < shared_bytes) {
+    LORAKERNELS_CHECK_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+    known.bytes = shared_bytes;
   }
-  last = {kernel, device, most};
+  if (known.function == cudaFunction_t{}) LORAKERNELS_CHECK_CUDA(cudaGetFuncBySymbol(&known.function, kernel));
+  last = {kernel, device, known};
+  functions[{kernel, device}] = known;
+  return known.function;
 }
 
 }  // namespace lorakernels

@@ -3,6 +3,8 @@
 // these functions.
 #pragma once
 
+#include <cuda_runtime.h>
+
 namespace lorakernels {
 
 struct Device {
@@ -14,7 +16,8 @@ struct Device {
 // What the calling thread's current device is.
 Device current_device();
 
-// Lets `kernel` take so many bytes of dynamic shared memory on the current device. CUDA asks for it above 48 KiB.
-void allow_shared_memory(const void* kernel, int bytes);
+// `kernel` as the driver launches it on the current device, with so many bytes of dynamic shared memory allowed to it.
+// CUDA asks for the latter above 48 KiB.
+cudaFunction_t function_of(const void* kernel, int shared_bytes);
 
 }  // namespace lorakernels

@@ -2,6 +2,8 @@
 // For .cu files only: the launch of a kernel.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 
 #include "host/cuda_check.h"
@@ -9,24 +11,30 @@
 
 namespace lorakernels {
 
+struct LaunchShape {
+  dim3 grid, block;
+  size_t shared_bytes;  // dynamic
+  bool early;
+};
+
+// Launches by the driver: the runtime would look for the function at every launch. The function takes shared_bytes
+// already, and an early launch needs a GPU of Hopper or later. `arguments` has the address of each. The thread must
+// have a context (bind_context).
+void launch_function(cudaFunction_t function, const LaunchShape& shape, cudaStream_t stream, void** arguments);
+// The same of a kernel of this extension, on the current device. Nothing is early on a GPU before Hopper.
+void launch_kernel(const void* kernel, const LaunchShape& shape, cudaStream_t stream, void** arguments);
+
 // `early`: on Hopper and later the kernel may start while the previous one still runs, if that one calls
 // let_next_kernel_start() (programmatic dependent launch). An early kernel calls wait_for_previous_kernel() of
 // device/overlap.h before it touches memory that the previous one reads or writes.
 template <typename... Parameters, typename... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                    bool early, const Arguments&... arguments) {
-  if (shared_bytes > 0) allow_shared_memory(reinterpret_cast<const void*>(kernel), static_cast<int>(shared_bytes));
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = early && current_device().capability_major >= 9 ? 1 : 0;
-  LORAKERNELS_CHECK_CUDA(cudaLaunchKernelEx(&config, kernel, arguments...));
+  const auto launch = [&](const Parameters&... converted) {
+    void* pointers[] = {const_cast<void*>(static_cast<const void*>(&converted))...};
+    launch_kernel(reinterpret_cast<const void*>(kernel), {grid, block, shared_bytes, early}, stream, pointers);
+  };
+  launch(arguments...);
 }
 
 }  // namespace lorakernels

@@ -17,6 +17,19 @@ uint64_t unsigned_of(PyObject* number) {
   return value;
 }
 
+// Of a number, or of a tensor, which is asked for its data_ptr().
+uint64_t address_of(PyObject* given) {
+  if (PyLong_Check(given)) return unsigned_of(given);
+  static PyObject* const data_ptr = PyUnicode_InternFromString("data_ptr");
+  const auto found = py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(given, data_ptr));
+  if (!found && PyErr_ExceptionMatches(PyExc_AttributeError) != 0) {
+    PyErr_Clear();
+    throw py::type_error(std::string("addresses must be integers or tensors, got ") + Py_TYPE(given)->tp_name);
+  }
+  if (!found) throw py::error_already_set();
+  return unsigned_of(found.ptr());
+}
+
 int device_of(PyObject* number) {
   const long value = PyLong_AsLong(number);
   if (PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -37,7 +50,7 @@ size_t length_of(const char* argument, PyObject* tuple) {
 bool read(const LaunchList& list, PyObject* addresses, PyObject* sites, LaunchValues* values) {
   const size_t bases = length_of("addresses", addresses), streams = length_of("sites", sites);
   for (size_t i = 0; i < bases; ++i) {
-    values->addresses[i] = unsigned_of(PyTuple_GET_ITEM(addresses, static_cast<Py_ssize_t>(i)));
+    values->addresses[i] = address_of(PyTuple_GET_ITEM(addresses, static_cast<Py_ssize_t>(i)));
   }
   for (size_t i = 0; i < streams; ++i) {
     const uint64_t site = unsigned_of(PyTuple_GET_ITEM(sites, static_cast<Py_ssize_t>(i)));

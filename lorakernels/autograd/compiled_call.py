@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lorakernels.plans.forms import forms_of, sees_dispatch_keys
 from lorakernels.plans.function import FunctionPlan
+from lorakernels.plans.plan import pick
 from lorakernels.plans.routing import put_ahead
 from lorakernels.state.handles import Numbers, known_numbers
 
@@ -61,7 +61,7 @@ class Ready(NamedTuple):
     @classmethod
     def of(cls, found: Found, args: Sequence[Any], handle: int, states: Sequence[Tensor]) -> Ready:
         others = [i for i in range(len(args)) if i != handle and i not in found.tensors]
-        others_of, tensors_of = _pick(others), _pick(found.tensors)
+        others_of, tensors_of = pick(others), pick(found.tensors)
         return cls(
             others_of,
             tuple([[*v] if isinstance(v, list) else v for v in others_of(args)]),
@@ -71,13 +71,6 @@ class Ready(NamedTuple):
             found.columns,
             found.sites,
         )
-
-
-def _pick(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function of a sequence: its elements at `places`."""
-    if len(places) == 1:
-        return lambda elements: (elements[places[0]],)
-    return itemgetter(*places)
 
 
 def launch_ahead(
@@ -123,10 +116,8 @@ def launch_ahead(
                 continue
             if begins and given[-1] and state is not None:
                 state.on_training_forward(numbers.column_dy)
-            addresses = [t.data_ptr() for t in tensors]
-            if states:
-                addresses += ready.columns(*states)
-            results = plan.run(addresses, ready.sites)
+            columns = ready.columns(*states) if states else ()
+            results = plan.run((*tensors, *columns), ready.sites)
             return by_ops(*given) if results is None else results
         results = general(*args, **kwargs)
         found = find(numbers, given)

@@ -215,13 +215,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     if weight_scale_inv is not None and x8 is None:
         x8, x_scale_inv = made8, made_scale_inv
     by_reference = needs.x or needs.A
+    planned = by_reference or needs.B  # plans are found by W, also where no dx is computed
     ctx.save_for_backward(
         (x if x8 is None else x8) if needs.A else None,
         x_scale_inv if needs.A else None,
         s if needs.B else None,
-        weight if needs.x else None,
-        weight_scale_inv if needs.x else None,
-        weight_t if needs.x else None,
+        weight if planned else None,
+        weight_scale_inv if planned else None,
+        weight_t if planned else None,
         lora_A if by_reference else None,
         lora_B if by_reference or needs.B else None,
         bias if needs.bias else None,

@@ -123,9 +123,9 @@ def planned_forward(
         return None
     plan, known = found
     tensors = (x, bias, adapter.A, adapter.B, *weight, call.slot)
-    addresses = [t.data_ptr() for t in tensors if t is not None]
+    given = [t for t in tensors if t is not None]
     columns = known.columns(call.state_x, call.state_dy)
-    return plan.run((*addresses, *columns), known.sites)  # type: ignore[return-value]
+    return plan.run((*given, *columns), known.sites)  # type: ignore[return-value]
 
 
 def backward_plan(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | None) -> Planned | None:
@@ -154,9 +154,9 @@ def planned_backward(dy: Tensor, saved: Saved, needs: Needs, state_x: Tensor | N
     plan, known = found
     lora_A, lora_B, s = saved.adapter
     tensors = (dy, lora_A, lora_B, *saved.weight, s, *(saved.operand or ()), saved.call.slot)
-    addresses = [t.data_ptr() for t in tensors if t is not None]
+    given = [t for t in tensors if t is not None]
     columns = known.columns(state_x, saved.call.state_dy)
-    return plan.run((*addresses, *columns), known.sites)  # type: ignore[return-value]
+    return plan.run((*given, *columns), known.sites)  # type: ignore[return-value]
 
 
 def _is_planned(x: Tensor) -> bool:

@@ -22,7 +22,7 @@ from lorakernels.autograd.decoder_layer import (
 from lorakernels.autograd.linear_projections import PlannedProjections, Projections
 from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
-from lorakernels.plans.stand_in import Recording, Site, column_address
+from lorakernels.plans.stand_in import Recording, Site, column_offset
 from lorakernels.values import Dropout
 
 PLANS: Plans[NodePlan] = Plans(1024)
@@ -68,7 +68,8 @@ def planned_projections(
     )
     key = (forms, to.rows, to.ranks, drawn, to.spec.numbers, to.blocks)
     kind = _kind(key)
-    addresses = tuple(column_address(s, to.spec.column) for s in states if s is not None)
+    offset = column_offset(to.spec.column)
+    addresses = tuple(s.data_ptr() + offset for s in states if s is not None)
     return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
 
 

@@ -17,7 +17,7 @@ from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNu
 from lorakernels.plans.forms import forms_of
 from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
 from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
-from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_address
+from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_offset
 from lorakernels.values import Weight
 
 P = TypeVar("P")
@@ -121,7 +121,7 @@ class Known(Generic[P]):
     def __init__(self, spec: LoRASpec) -> None:
         self.kind: Kind | None = None
         self.sites = (spec.site,)
-        self._numbers, self._column = spec.numbers, spec.column
+        self._numbers, self._offset = spec.numbers, column_offset(spec.column)
         self._taken: tuple[_Taken[P], ...] = ()
 
     def plan(self, given: Sequence[Tensor], key: Hashable) -> P | None:
@@ -159,10 +159,9 @@ class Known(Generic[P]):
 
     def columns(self, state_x: Tensor | None, state_dy: Tensor | None) -> tuple[int, ...]:
         """The addresses of the layer's columns in the FP8 states, as plans take them."""
-        column = self._column
         if state_x is None or state_dy is None:
             return ()
-        return column_address(state_x, column), column_address(state_dy, column)
+        return state_x.data_ptr() + self._offset, state_dy.data_ptr() + self._offset
 
 
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:

@@ -56,7 +56,7 @@ class PlannedProjections(NamedTuple):
     Attributes:
         kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
         tensors: all tensors but the masks' slots and the FP8 state.
-        addresses: of the columns of x and of dy in the FP8 state, as `column_address` has them.
+        addresses: of the columns of x and of dy in the FP8 state, with `column_offset` added.
     """
 
     kind: Hashable

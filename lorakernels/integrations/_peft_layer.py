@@ -9,7 +9,6 @@ same base. `lorakernels_path` then says why.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -142,15 +141,15 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
-        draw = partial(draw_slot, self.rng_state) if p > 0 else None
+        draw = draw_slot if p > 0 else None
         numbers = AdapterNumbers(self.scaling[name], p)
         adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
         if isinstance(base, FrozenFP8Linear) and not torch.compiler.is_compiling():
-            y = planned_call(base, x, adapter.A, adapter.B, numbers, draw)
+            y = planned_call(base, x, adapter.A, adapter.B, numbers, draw, self.rng_state)
             if y is not None:
                 return y
         check_input(x, base.weight)
-        slot = None if draw is None else draw(x.device)
+        slot = None if draw is None else draw(self.rng_state, x.device)
         if isinstance(base, FrozenFP8Linear):
             return base.with_adapter(x, adapter, numbers, slot)
         call = Call(LoRASpec(*numbers), slot)

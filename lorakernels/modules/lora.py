@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -295,13 +294,13 @@ class LoRALinear(MergeableLinear):
         if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
             lora_A, lora_B = rows.factors(lora_A, lora_B)
         drops = own["training"] and numbers.p > 0
-        draw = partial(draw_slot, own["rng_state"]) if drops else None
+        draw, rng_state = draw_slot if drops else None, own["rng_state"]
         if not compiling:
-            y = planned_call(self, x, lora_A, lora_B, numbers, draw)
+            y = planned_call(self, x, lora_A, lora_B, numbers, draw, rng_state)
             if y is not None:
                 return y
         check_input(x, self._held)
-        slot = None if draw is None else draw(x.device)
+        slot = None if draw is None else draw(rng_state, x.device)
         return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
 
     def draw_slot(self, device: torch.device) -> Tensor:

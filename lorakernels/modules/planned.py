@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lorakernels.autograd import Adapter, AdapterNumbers, Call, lora_linear
 from lorakernels.autograd.linear_plan import found_linear, run_linear
+from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
 
 
@@ -20,7 +21,8 @@ def planned_call(
     lora_A: Tensor | None,
     lora_B: Tensor | None,
     numbers: AdapterNumbers,
-    draw: Callable[[torch.device], Tensor] | None = None,
+    draw: Callable[[Any, torch.device], Tensor] | None = None,
+    rng_state: PhiloxState | PhiloxStates | None = None,
 ) -> Tensor | None:
     """`layer.with_adapter` by its plan, if that took such tensors before; else None, and nothing is changed.
 
@@ -28,12 +30,12 @@ def planned_call(
         layer: a FrozenFP8Linear.
         x: need not have been checked.
         lora_A, lora_B, numbers: of `with_adapter`.
-        draw: draws the call's slot on a device; None if there is none to draw.
+        draw: `draw_slot`, which draws the call's slot from `rng_state`; None if there is none to draw.
     """
     own = layer.__dict__  # an attribute of a module takes several times as long
     training = own["training"]
     spec = own["_specs"].get((numbers, training))
-    if spec is None or not layer.repeats_calls or torch.is_autocast_enabled("cuda"):
+    if spec is None or not layer.repeats_calls or torch.is_autocast_enabled():
         return None
     parameters, buffers, state = own["_parameters"], own["_buffers"], own["fp8_state"]
     tensors = (
@@ -49,7 +51,7 @@ def planned_call(
     found = found_linear(x, tensors, spec, draw is not None)
     if found is None:
         return None
-    slot = None if draw is None else draw(x.device)
+    slot = None if draw is None else draw(rng_state, x.device)
     if training and state is not None:
         state.on_training_forward(own["_column"])
     y = run_linear(found, tensors, spec, slot)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,8 +32,12 @@ class FunctionPlan:
             raise NotPlanned("a given tensor that is returned")
 
     def run(
-        self, addresses: Sequence[int], sites: tuple[int, ...]
+        self, given: Iterable[Tensor | int], sites: tuple[int, ...]
     ) -> tuple[Tensor | None, ...] | None:
-        """What the function returns, or None where an address is not aligned as the kernels need it."""
-        results = self._plan.run(addresses, sites)
+        """What the function returns, or None where an address is not aligned as the kernels need it.
+
+        Args:
+            given, sites: as of `Plan.run`.
+        """
+        results = self._plan.run(given, sites)
         return None if results is None else tuple(self._plan.returned(results, ()))

@@ -8,9 +8,10 @@ memory. If a result is large enough and is written after the last use of scratch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import starmap
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,13 @@ from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
 MOST_BASES = 64  # of csrc's LaunchList
 _NEVER = 1 << 62
 ALIGNMENT = 256  # bytes, of everything in a block; torch's own allocations have 512
+
+
+def pick(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function of a sequence: its elements at `places`."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda elements: tuple([elements[place] for place in places])
 
 
 class Place(NamedTuple):
@@ -65,7 +73,7 @@ class Plan:
         outputs: what the function returned: a given tensor by its place, a view of a result, or None.
         kept: the place among `forms` of the block that backward needs, or -1.
         device: index of the GPU.
-        whole: the places among `forms` of `outputs`, if none of these is given or a part; else None.
+        whole: gives `outputs` of (*results, None), if none of them is given or a part; else None.
     """
 
     launches: Any
@@ -73,13 +81,13 @@ class Plan:
     outputs: tuple[int | View | None, ...]
     kept: int
     device: int
-    whole: tuple[int | None, ...] | None
+    whole: Callable[[Sequence[Any]], tuple[Any, ...]] | None
 
-    def run(self, given: Sequence[int], sites: tuple[int, ...]) -> list[Tensor] | None:
+    def run(self, given: Iterable[Tensor | int], sites: tuple[int, ...]) -> list[Tensor] | None:
         """What was allocated, or None where an address is not aligned as the kernels need it.
 
         Args:
-            given: addresses of the caller's tensors; 0 for those that are not needed.
+            given: the caller's tensors, or their addresses; 0 for those that are not needed.
             sites: dropout sites, in the order of the recording.
         """
         device = self.device
@@ -90,16 +98,15 @@ class Plan:
         else:
             gpu = torch.device("cuda", device)
             made = [torch.empty(shape, dtype=dtype, device=gpu) for shape, _, dtype in self.forms]
-        addresses = (*given, *[t.data_ptr() for t in made])
         stream = torch._C._cuda_getCurrentRawStream(device)
-        return made if self.launches.run(addresses, sites, stream, device) else None
+        return made if self.launches.run((*given, *made), sites, stream, device) else None
 
     def returned(
         self, results: list[Tensor], given: Sequence[Tensor], first: int = 0
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
         """What the function would have returned; `given` are the caller's tensors from the `first` on."""
         if self.whole is not None:
-            return [None if i is None else results[i] for i in self.whole]
+            return self.whole((*results, None))
         found: list[Tensor | None] = []
         for output in self.outputs:
             if isinstance(output, View):
@@ -177,14 +184,16 @@ def finish(
     return Plan(recording.launches, forms, outputs, place, recording.device.index, _whole(outputs))
 
 
-def _whole(outputs: Sequence[int | View | None]) -> tuple[int | None, ...] | None:
+def _whole(
+    outputs: Sequence[int | View | None],
+) -> Callable[[Sequence[Any]], tuple[Any, ...]] | None:
     """`Plan.whole`."""
-    found: list[int | None] = []
+    found: list[int] = []
     for output in outputs:
         if isinstance(output, int) or (output is not None and output.part is not None):
             return None
-        found.append(None if output is None else output.result)
-    return tuple(found)
+        found.append(-1 if output is None else output.result)
+    return pick(found)
 
 
 def _outputs(

@@ -20,24 +20,19 @@ OVER_RANKS = "split over ranks"
 _allowed = True
 
 
-def _asked_of_torch() -> tuple[Callable[..., Any], ...] | None:
-    """What is true of a call that somebody watches or changes; None where this torch lacks a name."""
-    try:
-        return (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._are_functorch_transforms_active,
-            torch._C._get_tracing_state,
-            torch._C._autograd._profiler_enabled,
-            torch._C._autograd._top_saved_tensors_default_hooks,
-        )
-    except AttributeError:
-        return None
+def _always(*_: Any) -> bool:
+    return True
 
 
-_ASKED = _asked_of_torch()
+# What is true of a call that somebody watches or changes. Where this torch lacks a name, no call may go by a plan.
+_dispatches: Any = getattr(torch._C, "_len_torch_dispatch_stack", _always)
+_functions: Any = getattr(torch._C, "_len_torch_function_stack", _always)
+_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", _always)
+_traces: Any = getattr(torch._C, "_get_tracing_state", _always)
+_profiles: Any = getattr(torch._C._autograd, "_profiler_enabled", _always)
+_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _always)
 _is_compiling = torch.compiler.is_compiling
 _EVAL_FRAME = torch._C._dynamo.eval_frame
-_functions = getattr(torch._C, "_len_torch_function_stack", None)
 
 
 def counted(ways: Iterable[str]) -> str:
@@ -59,12 +54,11 @@ def is_plain() -> bool:
 
     torch.utils.checkpoint without reentrance has such hooks.
     """
-    if _is_compiling() or not _allowed or _ASKED is None or _functions is None:
+    if _is_compiling() or not _allowed or _dispatches() or _transforms() or _profiles():
         return False
-    dispatches, transforms, traces, profiles, hooks = _ASKED
-    if dispatches() or transforms() or traces() is not None or profiles():
+    if _traces() is not None:
         return False
-    if hooks(True) is not None:  # they may keep a tensor in another form, as save_on_cpu does
+    if _hooks(True) is not None:  # they may keep a tensor in another form, as save_on_cpu does
         return False
     return not _functions() or _only_default_device()
 

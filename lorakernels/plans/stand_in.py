@@ -41,12 +41,12 @@ _FACTS = frozenset(
 )
 
 
-def column_address(state: Tensor, column: int) -> int:
-    """What stands for the address of a column in an FP8 state: four bytes less.
+def column_offset(column: int) -> int:
+    """What is added to the address of an FP8 state to stand for that of a column: four bytes less, in bytes.
 
     Kernels are compiled for addresses that are multiples of 16 where a stand-in's is one, and a column's is not.
     """
-    return state.data_ptr() + 4 * column - 4
+    return 4 * column - 4
 
 
 class NotPlanned(Exception):
@@ -251,7 +251,7 @@ class Recording:
         return self.allocate(meta if stride is None else meta.as_strided(shape, stride))
 
     def column(self, state: torch.Size) -> Any:
-        """A StandIn for an FP8 state of this shape, from one of its columns on: an address like `column_address`."""
+        """A StandIn for an FP8 state of this shape, from one of its columns on: an address by `column_offset`."""
         memory = torch.empty(state.numel() + 1, dtype=torch.float32, device="meta")
         held = self.allocate(memory)
         held.memory.is_aligned = False

@@ -29,15 +29,19 @@ from lorakernels.state.ahead import slot_ahead
 
 _INT63 = (1 << 63) - 1
 _MASK32 = (1 << 32) - 1
+_is_compiling = torch.compiler.is_compiling
+_dispatches = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_traces = torch._C._get_tracing_state
 
 
 def _is_watched() -> bool:
     """Whether the draw has to be an op of torch: it is captured, traced, or seen by a mode or a transform."""
     return bool(
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
+        _is_compiling()
+        or _dispatches()
+        or _transforms()
+        or _traces() is not None
         or torch.cuda.is_current_stream_capturing()
     )
 

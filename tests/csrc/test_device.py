@@ -21,7 +21,8 @@ enum cudaDeviceAttr {
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 inline thread_local int device = 0;
-inline std::atomic<int> asked{0}, told{0}, fails{0};
+using cudaFunction_t = const char*;
+inline std::atomic<int> asked{0}, told{0}, found{0}, fails{0};
 inline const char* cudaGetErrorName(cudaError_t) { return "name"; }
 inline const char* cudaGetErrorString(cudaError_t) { return "string"; }
 inline cudaError_t cudaGetLastError() { return 0; }
@@ -33,6 +34,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int 
   return fails;
 }
 inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { ++told; return fails; }
+inline cudaError_t cudaGetFuncBySymbol(cudaFunction_t* function, const void* kernel) {
+  ++found;
+  *function = static_cast<const char*>(kernel) + device;
+  return fails;
+}
 """
 PROGRAM = """
 #include <cstdio>
@@ -42,30 +48,39 @@ PROGRAM = """
 #include "host/device.cu"
 using namespace lorakernels;
 
-void line(const char* what, int a, int b) { std::printf("%s %d %d\\n", what, a, b); }
+const char kernel[2] = {}, other[2] = {};
+
+void line(const char* what) { std::printf("%s %d %d %d\\n", what, int(asked), int(told), int(found)); }
+
+void ask(const char* of, int bytes) {
+  if (function_of(of, bytes) != of + device) std::puts("another function");
+}
 
 void on_both_devices() {
   for (int i = 0; i < 1000; ++i) {
     device = i % 2;
     if (current_device().multiprocessors != 100 + device) std::puts("another device's");
-    allow_shared_memory("kernel", 1000);
+    ask(kernel, 1000);
   }
 }
 
 int main() {
   fails = 1;
   try { current_device(); } catch (const std::runtime_error& error) { std::puts(error.what()); }
-  try { allow_shared_memory("kernel", 1000); } catch (const std::runtime_error&) { std::puts("refused"); }
-  fails = asked = told = 0;
+  try { function_of(kernel, 1000); } catch (const std::runtime_error&) { std::puts("refused"); }
+  try { function_of(kernel, 0); } catch (const std::runtime_error&) { std::puts("not found"); }
+  fails = asked = told = found = 0;
   std::vector<std::thread> threads;
   for (int i = 0; i < 4; ++i) threads.emplace_back(on_both_devices);
   for (std::thread& thread : threads) thread.join();
-  line("threads", asked, told);
-  device = 0, told = 0;
-  const int other = 0;
-  allow_shared_memory("kernel", 999), line("less", 0, told);
-  allow_shared_memory("kernel", 1001), line("more", 0, told);
-  allow_shared_memory(&other, 1000), line("another kernel", 0, told);
+  line("threads");
+  device = 0;
+  ask(kernel, 999), line("less");
+  ask(kernel, 1001), line("more");
+  ask(other, 1000), line("another kernel");
+  ask(other, 1000), line("again");
+  const char none[2] = {};
+  ask(none, 0), line("no shared memory");
 }
 """
 
@@ -81,5 +96,13 @@ def test_a_device_is_asked_once_and_a_failure_is_not_remembered(tmp_path: Path) 
     said = subprocess.run([tmp_path / "main"], capture_output=True, text=True, check=True).stdout
     error, *lines = said.splitlines()
     assert error.startswith("cudaDeviceGetAttribute(&value, which, device) failed: name")
-    # three attributes of two devices; one kernel on each of them
-    assert lines == ["refused", "threads 6 2", "less 0 0", "more 0 1", "another kernel 0 2"]
+    assert lines == [
+        "refused",
+        "not found",
+        "threads 6 2 2",  # three attributes of two devices; one kernel on each of them
+        "less 6 2 2",
+        "more 6 3 2",
+        "another kernel 6 4 3",
+        "again 6 4 3",
+        "no shared memory 6 4 4",
+    ]

@@ -46,18 +46,22 @@ def rows(name: str) -> int:
     return 256 if name.startswith("two") else M
 
 
-def step(module: LoRALinear, x: Tensor, slot: Tensor | None) -> list[Tensor | None]:
-    """What a compiled layer runs in a step: y, dx, dA and dB."""
+def step(
+    module: LoRALinear, x: Tensor, slot: Tensor | None, needs_dx: bool = True
+) -> list[Tensor | None]:
+    """What a compiled layer runs in a step: y, dx unless `needs_dx` is False, dA and dB."""
     module.zero_grad()
-    x = x.detach().requires_grad_()
+    x = x.detach().requires_grad_(needs_dx)
     drawn = slot if module.lora_dropout else None
     y = module._compiled(x, (module.lora_A, module.lora_B), drawn)
     y.backward(torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
     return [y.detach(), x.grad, module.lora_A.grad, module.lora_B.grad]
 
 
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plans_launch_what_the_ops_launch(name: str) -> None:
+def test_plans_launch_what_the_ops_launch(name: str, needs_dx: bool) -> None:
+    """A model's first layers get an x that needs no gradient."""
     module, x, slot = layer(name), torch.randn(rows(name), K, dtype=BF16), torch.tensor([5, 6])
     with dry_cuda() as recorded:
         state = module.fp8_state
@@ -67,19 +71,20 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
         recorded.name(**{name: p.data for name, p in module.named_parameters()})
         recorded.name(weight=module.stored)
         with without_plans():
-            step(module, x, slot)
+            step(module, x, slot, needs_dx)
         by_ops = launches(recorded.calls)
         assert not recorded.runs
         for _ in range(2):
             recorded.calls.clear()
-            step(module, x, slot)
+            step(module, x, slot, needs_dx)
             assert launches(recorded.calls) == by_ops
         assert recorded.runs == 4 and len(PLANS) == 2
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plans_compute_what_the_ops_compute(name: str) -> None:
+def test_plans_compute_what_the_ops_compute(name: str, needs_dx: bool) -> None:
     module = layer(name, "cuda")
     x, slot = (
         torch.randn(rows(name), K, dtype=BF16, device="cuda"),
@@ -88,11 +93,13 @@ def test_plans_compute_what_the_ops_compute(name: str) -> None:
     state = module.fp8_state
     before = None if state is None else state.save()
     with without_plans():
-        by_ops = step(module, x, slot)
+        by_ops = step(module, x, slot, needs_dx)
     if state is not None:
         state.restore(before)
-    planned = step(module, x, slot)
-    assert all(map(torch.equal, planned, by_ops))  # type: ignore[arg-type]
+    planned = step(module, x, slot, needs_dx)
+    for ours, theirs in zip(planned, by_ops, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
 
 
 def dora(p: float, fp8: DelayedScaling | BlockScaling, device: str = "cpu") -> DoRALinear:
