@@ -313,11 +313,11 @@ def shard_base(
         "the part of layers that parallelize split": _part_of(model),
     }
     layout = agreed_layout(place, find, options)
+    found = agreed_embeddings(model, place, embeddings)
     if place.group is not None:
         with comm.together(place.group):
             sums = sums_of_frozen(model, device)
         check_equal(comm.agree(place.group, sums))
-    found = agreed_embeddings(model, place, embeddings)
     chosen = choose_transport(transport, place)
     stores = allocate(place, layout, as_offload(offload), chosen)
     try:
