@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -141,20 +140,22 @@ def load_adapter(
     A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
     `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
     and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`. After
-    `parallelize` every rank of its group calls this, reads the files, and takes its part of each tensor.
+    `parallelize` or `pipeline_parallel` every rank calls this, reads the files, and takes its part of each tensor, or
+    its stages' tensors.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`. The message
             lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
-            unchanged then. All ranks of a split model raise together, also where they read different files.
+            unchanged then. All ranks of a split model raise together, also where they read different files. So do all
+            ranks that have its stages, or share rows of these.
     """
     model, folder = _unwrap(model), Path(path)
-    group, at = group_of(model), places(model)
-    with comm.together(group):
-        config = read_config(folder, fp8, weight_layout)
-        tensors = _fitting(model, folder, config, at)
-    check_alike(group, tensors, str(folder))
+    with _together(model):
+        config, tensors = read_config(folder, fp8, weight_layout), read_weights(folder)
+    _check_alike(model, tensors, str(folder))
+    with _together(model):
+        tensors = _fitting(model, tensors, folder, config)
     adapted = bool(lora_modules(model))
     with all_or_nothing(model):
         if not adapted:
@@ -164,15 +165,34 @@ def load_adapter(
     return _report_now(model) if adapted or not is_trainable else report
 
 
+def _together(model: nn.Module) -> AbstractContextManager[None]:
+    """Collective at its end: what one rank raises inside is raised on all that hold parts or stages of `model`."""
+    stages = PipelineParallel.of(model)
+    return comm.together(group_of(model)) if stages is None else stages.together()
+
+
+def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
+    """Collective: as `check_alike`, of all ranks that hold parts or stages of `model`, or share rows of these."""
+    stages = PipelineParallel.of(model)
+    if stages is None:
+        check_alike(group_of(model), tensors, what)
+        return
+    context = stages.context
+    with nullcontext() if context is None else context.together():
+        check_alike(stages.ranks.group, tensors, what)
+    if context is not None:
+        check_alike(context.ranks.group, tensors, what)
+
+
 def _fitting(
-    model: nn.Module, folder: Path, config: LoRAConfig, at: Mapping[int, Place]
+    model: nn.Module, tensors: dict[str, Tensor], folder: Path, config: LoRAConfig
 ) -> dict[str, Tensor]:
-    """The tensors at `folder`, whole and by key, which fit `model`. `at` has its parameters that are cut.
+    """`tensors` that were read from `folder`, whole and by key, as they fit `model`. They are changed in place.
 
     Raises:
-        FileNotFoundError, ValueError: as for `load_adapter`.
+        ValueError: as for `load_adapter`.
     """
-    tensors = read_weights(folder)
+    at = places(model)
     adapted = bool(lora_modules(model))
     try:
         _check_not_meta(model)
@@ -265,14 +285,14 @@ def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    """Copy all values or none, on all ranks of a split model.
+    """Copy all values or none, on all ranks of a model that is split or cut into stages.
 
     The old values are kept on the host and copied back if an exception occurs.
     """
     own, at = adapter_tensors(model), places(model)
     before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
     try:
-        with comm.together(group_of(model)):
+        with _together(model):
             for key, tensor in own.items():
                 tensor.copy_(_like(tensors[key], tensor, at.get(id(tensor))))
     except BaseException:

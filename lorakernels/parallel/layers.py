@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
@@ -121,3 +122,25 @@ def join_groups(layer: nn.Module) -> None:
         parts: Parts = layer.__dict__["_fused"]
         for group in parts.groups:
             group.join()
+
+
+def sums_of_frozen(model: nn.Module, device: torch.device) -> dict[str, int]:
+    """{what a message calls it: a sum of its bits} of what ranks that share a base must have alike. One pass.
+
+    Frozen parameters, and the scales of frozen linears, count; what is on the meta device or a DTensor does not.
+    """
+    found: dict[str, Tensor] = {n: x for n, x in model.named_parameters() if not x.requires_grad}
+    for path, module in model.named_modules():
+        if isinstance(module, FrozenFP8Linear) and module.weight_scale_inv is not None:
+            found[f"{path}.weight_scale_inv"] = module.weight_scale_inv
+    found = {name: x for name, x in found.items() if not (x.is_meta or is_sharded(x))}
+    sums = [_sum_of_bits(x).to(device) for x in found.values()]
+    names = [f"the values of {name}" for name in found]
+    return dict(zip(names, torch.stack(sums).tolist() if sums else [], strict=True))
+
+
+def _sum_of_bits(x: Tensor) -> Tensor:
+    """int64 [], modulo 2^64: of words of eight bytes, which a CPU adds seventy times as fast as bytes, and the rest."""
+    raw = x.detach().contiguous().view(-1).view(torch.uint8)
+    words = 0 if raw.storage_offset() % 8 else len(raw) // 8 * 8
+    return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)

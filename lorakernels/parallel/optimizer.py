@@ -58,13 +58,16 @@ class ShardedAdamW(torch.optim.AdamW):
 
     Raises:
         ValueError: the mesh has several dimensions, a parameter needs no gradient or is on another kind of device,
-            ranks have other parameters, or an option is not supported. In the first step: ranks have gradients of
-            other parameters.
+            ranks have other parameters or numbers, or an option is not supported. In the first step: ranks have
+            gradients of other parameters, or other numbers by then. Where one rank raises, all do.
         TypeError: a parameter is sharded already (FSDP2).
 
     A parameter must have a gradient on all ranks or on none. One without is left alone, as AdamW does. The first step
-    compares the ranks; later ones do not, because that would make the host wait. fp16's GradScaler is not supported: it
-    judges each rank's gradients alone.
+    compares the ranks; later ones do not, because that would make the host wait. So it is with `average`,
+    `max_grad_norm`, and AdamW's keywords of each group: the constructor, `add_param_group` and the first step after
+    them compare these. What a scheduler does to them afterwards, it must do on all ranks.
+
+    fp16's GradScaler is not supported: it judges each rank's gradients alone.
     """
 
     def __init__(
@@ -80,10 +83,6 @@ class ShardedAdamW(torch.optim.AdamW):
             raise ValueError(
                 f"mesh must have one dimension, found {mesh.ndim} ({mesh.mesh_dim_names}): name one, or flatten them"
             )
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
-        if refused := [name for name in REFUSED if adamw.get(name)]:
-            raise ValueError(f"ShardedAdamW has no {refused[0]}")
         self._mesh, self._group = mesh, mesh.get_group()
         self._rank, self._ranks = mesh.get_local_rank(), mesh.size()
         self._factor = 1.0 / self._ranks if average else 1.0
@@ -95,6 +94,10 @@ class ShardedAdamW(torch.optim.AdamW):
         self._own: torch.optim.AdamW | None = None
         self._compared = False
         with comm.together(self._group):  # torch refuses a rank's list without parameters
+            if max_grad_norm is not None and not max_grad_norm > 0:
+                raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
+            if refused := [name for name in REFUSED if adamw.get(name)]:
+                raise ValueError(f"ShardedAdamW has no {refused[0]}")
             super().__init__(params, **adamw)
         self._shard(self.param_groups)
         self._own = torch.optim.AdamW([self._mirror(group) for group in self.param_groups])
@@ -127,7 +130,7 @@ class ShardedAdamW(torch.optim.AdamW):
     def _shard(self, groups: Sequence[dict[str, Any]]) -> None:
         """Collective: check the parameters, lay them out in buckets, and take rank 0's values."""
         params = [p for group in groups for p in group["params"]]
-        self._check(params, [len(group["params"]) for group in groups])
+        self._check(params, groups)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.dtype, p.device), []).append(p)
@@ -160,20 +163,29 @@ class ShardedAdamW(torch.optim.AdamW):
         self._buckets.append(bucket)
         self._shards.update(zip(bucket.params, bucket.shards, strict=True))
 
-    def _check(self, params: Sequence[Tensor], groups: list[int]) -> None:
+    def _numbers(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """{name: value} of what all ranks must have alike, of the last groups; a tensor's value is its number."""
+        found = {"average": self._factor < 1, "max_grad_norm": _plain(self.max_grad_norm)}
+        for index, group in enumerate(groups, len(self.param_groups) - len(groups)):
+            found |= {f"{name} of group {index}": _plain(group.get(name)) for name in self.defaults}
+        return found
+
+    def _check(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
         """Collective. All ranks raise where one does, and nothing has changed then."""
         said = _objection(params, self._mesh.device_type)
-        mine = (said, groups, [(tuple(p.shape), str(p.dtype)) for p in params])
-        found = comm.agree(self._group, mine)
+        sizes = [len(group["params"]) for group in groups]
+        forms = [(tuple(p.shape), str(p.dtype)) for p in params]
+        found = comm.agree(self._group, (said, (sizes, forms), self._numbers(groups)))
         first = next(((rank, one[0]) for rank, one in enumerate(found) if one[0]), None)
         if first is not None:
             kind, text = first[1]
             raise kind(f"rank {first[0]}: {text}")
-        differs = [rank for rank, one in enumerate(found) if one[1:] != found[0][1:]]
+        differs = [rank for rank, one in enumerate(found) if one[1] != found[0][1]]
         if differs:
             raise ValueError(
                 f"params must be the same on all ranks: shapes, dtypes or groups of rank {differs[0]} are not rank 0's"
             )
+        _check_numbers([numbers for _, _, numbers in found])
 
     def _begin_state(self) -> None:
         """Zero moments in the buckets' parts for shards without a state."""
@@ -190,7 +202,7 @@ class ShardedAdamW(torch.optim.AdamW):
         """Collective: sum the gradients over the ranks, and update the parameters on all of them.
 
         Raises:
-            ValueError: in the first step, ranks have gradients of other parameters.
+            ValueError: in the first step, ranks have gradients of other parameters, or other numbers.
         """
         loss = None
         if closure is not None:
@@ -230,11 +242,13 @@ class ShardedAdamW(torch.optim.AdamW):
             bucket.grad.mul_(factor.to(bucket.grad.device))
 
     def _compare(self) -> None:
-        """Collective, in the first step: whether the ranks have gradients of the same parameters."""
+        """Collective, in the first step: whether ranks have the same numbers, and gradients of the same parameters."""
         if self._compared:
             return
         params = list(self._params())
-        every = comm.agree(self._group, [p.grad is not None for p in params])
+        mine = [p.grad is not None for p in params], self._numbers(self.param_groups)
+        every, numbers = zip(*comm.agree(self._group, mine), strict=True)
+        _check_numbers(numbers)
         for index, has in enumerate(zip(*every, strict=True)):
             if len(set(has)) > 1:
                 where = [rank for rank, one in enumerate(has) if not one]
@@ -345,6 +359,24 @@ def _objection(params: Sequence[Tensor], device_type: str) -> tuple[type[Excepti
         if p.device.type != device_type:
             return ValueError, f"{what} is on {p.device}, but the mesh is of {device_type}"
     return None
+
+
+def _plain(value: Any) -> Any:
+    """An option as plain numbers."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _check_numbers(found: Sequence[dict[str, Any]]) -> None:
+    """ValueError, which names the first difference, unless all ranks have the same numbers."""
+    for rank, other in enumerate(found):
+        for name, value in other.items():
+            if value != found[0][name]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks, found {found[0][name]!r} on rank 0 and {value!r} on rank "
+                    f"{rank}"
+                )
 
 
 def _check_state(index: int, p: Tensor, state: dict[str, Any] | None) -> None:

@@ -21,12 +21,15 @@ from lorakernels.parallel import comm, pipeline_cut
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.pipeline_check import (
+    Asked,
     check,
+    check_agreed,
     check_inputs,
     check_numbers,
     check_ranks,
     check_running,
     check_shapes,
+    dtype_of,
     fingerprint,
     generators,
     own_inputs,
@@ -36,6 +39,7 @@ from lorakernels.parallel.pipeline_check import (
     states_of,
 )
 from lorakernels.parallel.pipeline_cut import Cut, stages_of
+from lorakernels.parallel.pipeline_engine import Sent, as_it_was, engine
 from lorakernels.parallel.pipeline_stages import (
     Batch,
     Draws,
@@ -63,12 +67,15 @@ class PipelineParallel:
         microbatches: how many parts the rows of a step are cut into.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
         loss_chunk: number of tokens whose logits exist at the same time.
+        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and have one form. Where
+            ranks share rows, `ContextParallel.checks_places` says so.
         offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
             torch's CPU generator has before the step. Replayed layers keep that of their capture. So advance `offsets`
             by the microbatches after each step: the pipeline does not, and masks would repeat.
     """
 
     loss_chunk: int = CHUNK
+    checks_inputs: bool = True
     offsets: PhiloxState | None = None
 
     def __init__(self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int]) -> None:
@@ -151,13 +158,11 @@ class PipelineParallel:
 
         Raises:
             TypeError: another input, or no `input_ids`.
-            ValueError: a shape does not fit, the microbatches do not divide B, or ranks share rows that
-                `ContextParallel.loss` would refuse, or that have an `attention_mask`.
+            ValueError: a shape does not fit, the microbatches do not divide B, ranks have other arguments or modes, or
+                share rows that `ContextParallel.loss` would refuse, or that have an `attention_mask`. All ranks raise.
             RuntimeError: gradients are off, layers with dropout are managed by graphs without `offsets` or without
                 `rng_states`, or checkpointed by torch with `offsets`, or this is compiled or captured.
         """
-        if not torch.is_grad_enabled():
-            raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
         return self._step(labels, items, inputs, True)
 
     @torch.no_grad()
@@ -245,13 +250,18 @@ class PipelineParallel:
         return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
-        context, ranks = self.context, 1
-        if context is None:
-            check_inputs(labels, inputs, self.microbatches, False)
-        else:
+        context, ranks, group = self.context, 1, self.ranks.group
+        device, dtype = self._sent()
+        how = f"{dtype} on {device.type}, training {self.model.training}"
+        asked = Asked(labels, items, inputs, trains, how)
+        if context is not None:
             together = self.together if context.checks_places else nullcontext
-            inputs = own_inputs(context, together, labels, inputs, self.microbatches)
+            inputs = own_inputs(context, group, together, asked, self.microbatches)
             ranks = context.ranks.size
+        elif self.checks_inputs:
+            check_agreed(comm.on_host(group, device), asked, self.microbatches)
+        else:
+            check_inputs(asked, self.microbatches, False)
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
         wanted = wanted if context is None else context.shard(wanted)
@@ -282,7 +292,7 @@ class PipelineParallel:
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
         at = torch.arange(self.microbatches)
-        with self.begun(microbatches, items, begins) as own, _as_it_was():
+        with self.begun(microbatches, items, begins) as own, as_it_was():
             last = own[-1]
             schedule.step(
                 *((tokens,) if own[0].is_first else ()),
@@ -324,6 +334,11 @@ class PipelineParallel:
             for stage in self._own:
                 stage.end()
 
+    def _sent(self) -> tuple[torch.device, torch.dtype]:
+        """Where this rank's stages are, and of what dtype is what they send."""
+        layer = self.model.get_submodule(self._own[0].own[0])
+        return next(self.model.parameters()).device, dtype_of(layer)
+
     def _refuse(self, device: torch.device) -> None:
         if torch.compiler.is_compiling():
             raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
@@ -334,10 +349,10 @@ class PipelineParallel:
             check_running(path, self.model.get_submodule(path), self.offsets, placed)
 
     def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
-        """torch's schedule over this rank's stages. It is made anew for another shape."""
+        """torch's schedule over this rank's stages. It is made anew for another shape, device or dtype."""
         shape = tokens.shape[0] // self.microbatches, tokens.shape[1]
-        kept = self._schedules.get(trains)
-        if kept is not None and kept[0] == (shape, device):
+        kept, key = self._schedules.get(trains), (shape, *self._sent())
+        if kept is not None and kept[0] == key:
             return kept[1]
         weight = None
         if self._own[0].is_first:
@@ -348,46 +363,12 @@ class PipelineParallel:
                 check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
         found = comm.agree(self.ranks.group, (shape, weight))
         check_shapes([other for other, _ in found], "have stages")
-        schedule = self._engine(shape, found[0][1], trains, device)
-        self._schedules[trains] = (shape, device), schedule
-        return schedule
-
-    def _engine(
-        self,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        trains: bool,
-        device: torch.device,
-    ) -> Any:
-        """Shapes are given, so that torch runs no stage to find them: that would draw masks and record amaxes."""
-        from torch.distributed.pipelining import (
-            PipelineStage,
-            Schedule1F1B,
-            ScheduleInterleaved1F1B,
-        )
-
         config: Any = self.model.config
-        rows = torch.empty(shape, dtype=torch.int64, device="meta")
         width = config.get_text_config().hidden_size
-        hidden = torch.empty((*shape, width), dtype=dtype, device="meta", requires_grad=trains)
-        loss = torch.empty(1, device="meta")
-        made = [
-            PipelineStage(
-                stage,
-                stage.index,
-                len(self.stages),
-                device,
-                input_args=rows if stage.is_first else hidden,
-                output_args=loss if stage.is_last else hidden,
-                group=self.ranks.group,
-            )
-            for stage in self._own
-        ]
-        # the losses are divided by the labels of all microbatches already
-        options: dict[str, Any] = {"loss_fn": _as_it_is if trains else None, "scale_grads": False}
-        if len(self.stages) == self.ranks.size:
-            return Schedule1F1B(made[0], self.microbatches, **options)
-        return ScheduleInterleaved1F1B([*made], self.microbatches, **options)
+        sent = Sent((*shape, width), found[0][1], device)
+        schedule = engine(self._own, sent, self.ranks, self.microbatches, trains)
+        self._schedules[trains] = key, schedule
+        return schedule
 
     def __str__(self) -> str:
         size, count = self.ranks.size, len(self.stages)
@@ -477,19 +458,3 @@ def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
         for state, found in zip(states, names, strict=True):
             state.joint |= {state.column(name) for name in found}
     return [slots[i] for i in range(len(cut.stages))]
-
-
-@contextmanager
-def _as_it_was() -> Iterator[None]:
-    """torch wraps what a stage raises, and says shapes instead of what it was."""
-    try:
-        yield
-    except RuntimeError as error:
-        if error.__cause__ is not None and "failed to run forward" in str(error):
-            raise error.__cause__ from None
-        raise
-
-
-def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:
-    """The last stage's output, for torch to run backward from."""
-    return loss

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +99,9 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     spec = spec_of(layer)
     if (dropout := spec.drops(layer)) is not None:
         yield f"has {dropout}, whose masks cannot be those of one process: set it to 0"
-    norm = layer.get_parameter(f"{spec.all_norms[0]}.weight")
-    if embedding is not None and norm.dtype != embedding.dtype:
-        yield f"has norms of {norm.dtype} behind an embedding of {embedding.dtype}: they must be equal"
+    dtype = dtype_of(layer)
+    if embedding is not None and dtype != embedding.dtype:
+        yield f"has norms of {dtype} behind an embedding of {embedding.dtype}: they must be equal"
     if managed_by_graphs(layer) or "forward" in vars(layer):
         yield (
             "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
@@ -113,6 +114,11 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
         yield "is on the meta device: give the model its weights first"
     if any(is_sharded(p) for p in layer.parameters()):
         yield "has parameters that are DTensors (FSDP2), which are not cut into stages"
+
+
+def dtype_of(layer: nn.Module) -> torch.dtype:
+    """Of a decoder layer's first norm, which is that of what stages send each other."""
+    return layer.get_parameter(f"{spec_of(layer).all_norms[0]}.weight").dtype
 
 
 def _objection(module: nn.Module) -> str:
@@ -137,22 +143,52 @@ def _objection(module: nn.Module) -> str:
     return ""
 
 
-def check_inputs(labels: Tensor, inputs: dict[str, Any], microbatches: int, shared: bool) -> None:
+class Asked(NamedTuple):
+    """What a rank is asked for in a step.
+
+    Attributes:
+        labels, items, inputs: of `PipelineParallel.forward_backward`, of whole rows.
+        trains: whether there is a backward.
+        how: what else must be equal on all ranks, in words.
+    """
+
+    labels: Any
+    items: Any
+    inputs: dict[str, Any]
+    trains: bool
+    how: str
+
+    def __str__(self) -> str:
+        given = [f"{name} {_shown(x)}" for name, x in sorted(self.inputs.items()) if x is not None]
+        values = f"labels {_shown(self.labels)}", f"items {_shown(self.items)}"
+        return "; ".join([f"backward {self.trains}", self.how, *values, *given])
+
+
+def _shown(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
+    return repr(x) if isinstance(x, bool | int | float | None) else type(x).__name__
+
+
+def check_inputs(asked: Asked, microbatches: int, shared: bool) -> None:
     """Refuse inputs that are not whole rows of a step, which `microbatches` divide.
 
     Args:
-        labels, inputs: of `PipelineParallel.forward_backward`.
+        asked: what this rank is asked for.
         microbatches: of a step.
         shared: whether ranks share each row.
 
     Raises:
         TypeError: another input, or no `input_ids`.
         ValueError: a shape does not fit, or there is a mask over shared rows.
+        RuntimeError: there is a backward, and gradients are off.
     """
-    for name in inputs:
+    if asked.trains and not torch.is_grad_enabled():
+        raise RuntimeError("forward_backward needs gradients: call loss under torch.no_grad()")
+    for name in asked.inputs:
         if name not in _TAKEN:
             raise TypeError(f"a pipeline takes {[*_TAKEN]} of whole rows, found {name}")
-    tokens = inputs.get("input_ids")
+    tokens = asked.inputs.get("input_ids")
     if tokens is None:
         raise TypeError("a pipeline needs input_ids")
     if tokens.dim() != 2 or len(tokens) % microbatches or not len(tokens):
@@ -162,13 +198,47 @@ def check_inputs(labels: Tensor, inputs: dict[str, Any], microbatches: int, shar
         )
     wanted = {"labels": [tokens.shape], "attention_mask": [tokens.shape]}
     wanted["position_ids"] = [tokens.shape, torch.Size((1, tokens.shape[1]))]
-    for name, x in {**inputs, "labels": labels}.items():
+    for name, x in {**asked.inputs, "labels": asked.labels}.items():
         if x is not None and name in wanted and x.shape not in wanted[name]:
             raise ValueError(
                 f"{name} must be {list(tokens.shape)} as the rows, found {list(x.shape)}"
             )
-    if shared and inputs.get("attention_mask") is not None:
+    if shared and asked.inputs.get("attention_mask") is not None:
         raise ValueError(NO_MASK)
+
+
+def check_agreed(group: Any, asked: Asked, microbatches: int) -> None:
+    """Collective over a group of gloo's: `check_inputs` of whole rows, on all ranks.
+
+    A rank that raised alone, and went on, would meet the others' next step. One exchange on the host tells all.
+
+    Raises:
+        ValueError: ranks are asked for something else, or another rank raised.
+        TypeError, RuntimeError: as `check_inputs` does.
+    """
+    error: Exception | None = None
+    try:
+        check_inputs(asked, microbatches, False)
+    except Exception as found:  # any: the other ranks wait below
+        error = found
+    if comm.alike(group, 1, None if error else (zlib.crc32(str(asked).encode()),)):
+        return
+    with comm.together(group):
+        if error is not None:
+            raise error
+    check_forms(comm.agree(group, str(asked)), "have stages")
+
+
+def check_forms(forms: list[str], whose: str) -> None:
+    """Refuse ranks that are asked for something else. `whose` says which ranks `forms` has, in order.
+
+    Raises:
+        ValueError: it has all of them.
+    """
+    if len({*forms}) > 1:
+        raise ValueError(
+            f"all ranks that {whose} must run a step of equal rows and options, found by rank {forms}"
+        )
 
 
 def check_shapes(found: list[tuple[int, int]], whose: str) -> None:
@@ -187,34 +257,33 @@ def check_shapes(found: list[tuple[int, int]], whose: str) -> None:
 
 def own_inputs(
     context: ContextParallel,
+    stages: Any,
     together: Callable[[], AbstractContextManager[None]],
-    labels: Tensor,
-    inputs: dict[str, Any],
+    asked: Asked,
     microbatches: int,
 ) -> dict[str, Any]:
     """This rank's part of rows that ranks share. Collective if `context.checks_places`.
 
     Args:
         context: the ranks that share rows.
+        stages: the group of ranks that have stages.
         together: collective at its end, where what one rank raises inside is raised on all.
-        labels, inputs, microbatches: as `check_inputs` takes them.
+        asked, microbatches: as `check_inputs` takes them.
 
     Raises:
-        ValueError: only some ranks have positions or document starts; or as `check_inputs` and `ContextParallel.loss`.
+        ValueError: ranks are asked for something else; or as `check_inputs` and `ContextParallel.loss`.
         TypeError, RuntimeError: as these do.
     """
     with together():
-        check_inputs(labels, inputs, microbatches, True)
-        own = context.own_inputs(labels, inputs)
-    looks = [context.looks_at(own)]
+        check_inputs(asked, microbatches, True)
+        own = context.own_inputs(asked.labels, asked.inputs)
+    forms: dict[str, list[str]] = {}
     if context.checks_places:
-        looks = comm.agree(context.ranks.group, looks[0])
+        for whose, group in (("share rows", context.ranks.group), ("have stages", stages)):
+            forms[whose] = comm.agree(group, str(asked))
     with together():
-        if len({*looks}) > 1:
-            raise ValueError(
-                "position_ids and cu_seq_lens_q must be given on all ranks that share rows or on none, found them on "
-                f"ranks {[rank for rank, given in enumerate(looks) if given]} of {len(looks)}"
-            )
+        for whose, found in forms.items():
+            check_forms(found, whose)
         context.look_at(own["input_ids"], own)
     return own
 

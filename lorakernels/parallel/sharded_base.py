@@ -46,6 +46,7 @@ from lorakernels.parallel.layers import (
     join_groups,
     shapes_of,
     stored,
+    sums_of_frozen,
 )
 from lorakernels.parallel.offload import Offload, as_offload
 from lorakernels.parallel.sharded_vocabulary import (
@@ -56,6 +57,7 @@ from lorakernels.parallel.sharded_vocabulary import (
     untraced,
 )
 from lorakernels.parallel.stores import Layout, Place, Store, allocate, discard, lay_out_base, write
+from lorakernels.parallel.tensor_check import check_equal
 
 POISON_VARIABLE = "LORAKERNELS_POISON_SLOTS"
 Home = Callable[[int, Entry], Tensor | None]
@@ -267,7 +269,8 @@ def shard_base(
     as they are, bit for bit. Collective.
 
     Args:
-        model: equal on all ranks in what is frozen. After `parallelize`, these are the ranks with the same parts.
+        model: equal on all ranks in what is frozen, which is read once to compare it. After `parallelize`, these are
+            the ranks with the same parts.
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis. None is this process
             alone, which needs `offload`.
         slots: how many layers' weights a rank has in whole, at least 1. What is on the host has one slot more.
@@ -311,6 +314,10 @@ def shard_base(
     }
     layout = agreed_layout(place, find, options)
     found = agreed_embeddings(model, place, embeddings)
+    if place.group is not None:
+        with comm.together(place.group):
+            sums = sums_of_frozen(model, device)
+        check_equal(comm.agree(place.group, sums))
     chosen = choose_transport(transport, place)
     stores = allocate(place, layout, as_offload(offload), chosen)
     try:

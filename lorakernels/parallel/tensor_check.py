@@ -309,12 +309,16 @@ def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any
     ]
     layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
     numbers = {m.name: (m.site, m.scaling, m.lora_dropout, _drawn_from(m)) for m in layers}
+    modes = {n or "the model": m.training for n, m in model.named_modules()}
     return {
         "sequence_parallel": sequence,
         "the plans": found.cuts,
         "the ways in which they were loaded": loaded is not None,
         **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
+        **{f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()},
+        **{f"disable_adapters of {m.name}": m.disable_adapters for m in layers},
+        **{f"modes of training of {name}": trains for name, trains in modes.items()},
         **scales(model),
         **generators(model, next(model.parameters()).device),
     }

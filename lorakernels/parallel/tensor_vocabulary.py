@@ -79,7 +79,7 @@ class VocabularyHead(nn.Module):
 class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: VocabularyHead) -> Tensor:
-        ctx.head = head
+        ctx.head, ctx.dtype = head, hidden.dtype
         part = F.linear(hidden, head.weight, head.bias)
         return comm.gather_rows(head.ranks.group, part.movedim(-1, 0)).movedim(0, -1).contiguous()
 
@@ -87,7 +87,10 @@ class _Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, None]:
         head = ctx.head
-        dh = (dz[..., head.ranks.share(dz.shape[-1])] @ head.weight).contiguous()
+        own = dz[..., head.ranks.share(dz.shape[-1])].to(
+            head.weight.dtype
+        )  # autocast's logits have another
+        dh = (own @ head.weight).to(ctx.dtype).contiguous()
         comm.all_reduce(head.ranks.group, dh)
         return dh, None
 

@@ -66,6 +66,24 @@ def scaled(row: int, direction: str = "forward") -> Model:
     return made
 
 
+def frozen_on_one(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    an_adapter(model).lora_A.requires_grad_(rank == 0)
+    return model
+
+
+def disabled_on_one(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    an_adapter(model).disable_adapters = rank == 1
+    return model
+
+
+def evaluated_on_one(rank: int) -> nn.Module:
+    model = make(WHOLE, CPU)
+    model.model.layers[1].train(rank == 0)
+    return model
+
+
 def trained_norm(rank: int) -> nn.Module:
     model = make(WHOLE, CPU)
     model.model.norm.weight.requires_grad_(True)
@@ -144,5 +162,20 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         another_generator,
         None,
         "all ranks of the group must have the same model, but torch's CPU generator, from which masks draw, differ",
+    ),
+    "frozen on one rank": (
+        frozen_on_one,
+        None,
+        "all ranks of the group must have the same model, but requires_grad of model.layers.0.self_attn.q_proj.lora_A",
+    ),
+    "disabled on one rank": (
+        disabled_on_one,
+        None,
+        "all ranks of the group must have the same model, but disable_adapters of model.layers.0.self_attn.q_proj",
+    ),
+    "evaluated on one rank": (
+        evaluated_on_one,
+        None,
+        "all ranks of the group must have the same model, but modes of training of model.layers.1 differ",
     ),
 }

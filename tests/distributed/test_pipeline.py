@@ -331,7 +331,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "positions": "ValueError: position_ids must be [4, 12] as the rows, found [2, 12]",
         "attached": "ValueError: the model was cut into stages by pipeline_parallel",
         "no gradients": "RuntimeError: forward_backward needs gradients",
-        "other rows": "ValueError: rows must be equal on all ranks, found microbatches of [1, 12] on rank 0",
+        "other rows": "ValueError: all ranks that have stages must run a step of equal rows and options",
         "compiled later": "is compiled since it was cut: stages run eagerly, or by GraphManager",
         "another generator": "but torch's CPU generator differ",
     }

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lorakernels import load_adapter, save_adapter
+from lorakernels.checkpoints import adapters
 from lorakernels.parallel import comm, pipeline_parallel
 from tests.distributed.pipeline_models import Way, make
 from tests.fusion.fused_models import an_adapter
@@ -112,6 +115,44 @@ def refusals(rank: int, device: torch.device, folder: Path) -> list[Any]:
         except (OSError, ValueError) as error:
             said.append(str(error))
     return [*said, torch.equal(an_adapter(model).lora_A, before)]
+
+
+def loads(rank: int, device: torch.device, folder: Path) -> dict[str, list[Any]]:
+    """What is said of loads that fail on rank 1 alone, or read another file there; whether the adapters stay."""
+    group = dist.new_group(timeout=timedelta(seconds=30))  # a rank that waits gives up by then
+    mesh, way = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",)), Way("")
+    cut = pipeline_parallel(make(way, device), mesh, microbatches=2)
+    other = pipeline_parallel(another(way), mesh, microbatches=2)
+    for name, each in (("one", cut), ("other", other)):
+        save_adapter(each.model, folder / name)
+    before = cut.whole_adapters()
+
+    def full(*given: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    found: dict[str, list[Any]] = {}
+    for case, name in (("no folder", "none"), ("another file", "one"), ("no memory", "other")):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank and case == "no memory":
+                patch.setattr(adapters, "_like", full)
+            try:
+                load_adapter(cut.model, folder / (name if rank else "other"))
+                said = "nothing"
+            except (OSError, ValueError, torch.OutOfMemoryError) as error:
+                said = str(error)
+        after = cut.whole_adapters()
+        found[case] = [said, all(torch.equal(after[n], x) for n, x in before.items())]
+    load_adapter(cut.model, folder / "other")
+    after, wanted = cut.whole_adapters(), other.whole_adapters()
+    found["right"] = ["", all(torch.equal(after[n], x) for n, x in wanted.items())]
+    return found
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    said = {"no folder": "none", "another file": "differs between rank 0 and rank 1"}
+    for found in on_ranks(loads, 2, "gloo", tmp_path):
+        for case, text in {**said, "no memory": "no memory", "right": ""}.items():
+            assert text in found[case][0] and found[case][1], (case, found[case])
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -228,6 +228,56 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     }
 
 
+NUMBERS: dict[str, tuple[dict[str, Any], str]] = {  # of rank 1 alone, and what is said
+    "clipping": (
+        {"max_grad_norm": 1.0},
+        "max_grad_norm must be the same on all ranks, found None on rank 0 and 1.0 on rank 1",
+    ),
+    "mean": (
+        {"average": False},
+        "average must be the same on all ranks, found True on rank 0 and False on rank 1",
+    ),
+    "rate": ({"lr": 0.1}, "lr of group 0 must be the same on all ranks, found 0.001 on rank 0"),
+    "rate in a tensor": ({"lr": torch.tensor(0.5)}, "found 0.001 on rank 0 and 0.5 on rank 1"),
+    "betas": ({"betas": (0.9, 0.99)}, "betas of group 0 must be the same on all ranks"),
+    "no norm": ({"max_grad_norm": -1.0}, "max_grad_norm must be positive or None, found -1.0"),
+    "no text": ({"max_grad_norm": "1"}, "not supported between instances of 'str' and 'int'"),
+    "amsgrad": ({"amsgrad": True}, "ShardedAdamW has no amsgrad"),
+    "decay": ({"weight_decay": -1.0}, "Invalid weight_decay value: -1.0"),
+}
+
+
+def numbers(rank: int, device: torch.device) -> dict[str, str]:
+    """What ranks hear of numbers that differ: at once, in a later group, and where they were changed before a step."""
+    mesh, params = mesh_of(device), parameters(device)
+    found = {
+        name: refused(lambda o=options: ShardedAdamW(params[:2], mesh, **(o if rank else {})))  # type: ignore[misc]
+        for name, (options, _) in NUMBERS.items()
+    }
+    optimizer = ShardedAdamW(params[:2], mesh)
+    later = {"params": params[2:], "lr": 0.5 - 0.25 * rank}
+    found["later group"] = refused(lambda: optimizer.add_param_group(later))
+    found["groups left"] = str(len(optimizer.param_groups))
+    give_gradients(params, rank, 0)
+    optimizer.max_grad_norm = 1.0 if rank else None
+    found["before the first step"] = refused(optimizer.step)
+    optimizer.max_grad_norm = None
+    found["alike"] = refused(optimizer.step)
+    return found
+
+
+def test_numbers_that_differ_between_ranks_are_refused_on_all() -> None:
+    expected = {name: said for name, (_, said) in NUMBERS.items()} | {
+        "later group": "lr of group 1 must be the same on all ranks, found 0.5 on rank 0 and 0.25 on rank 1",
+        "groups left": "1",
+        "before the first step": "max_grad_norm must be the same on all ranks, found None on rank 0",
+        "alike": "nothing",
+    }
+    for found in on("gloo", 2, numbers):
+        assert found.keys() == expected.keys()
+        assert {k: found[k] for k, said in expected.items() if said not in found[k]} == {}
+
+
 def full_on_one_rank(rank: int, device: torch.device) -> list[Any]:
     """What is said where rank 1 lacks memory for a later group, and whether that group leaves a trace."""
     mesh, params, made = mesh_of(device), parameters(device), 0

@@ -31,6 +31,7 @@ FP8 = DelayedScaling()
 
 
 def fp8_model() -> nn.Module:
+    torch.manual_seed(0)  # equal on all ranks
     return adapted(targets=LINEARS, fp8=FP8)
 
 
@@ -57,6 +58,34 @@ def differing(rank: int) -> nn.Module:
 
 
 Refused = tuple[Callable[[int], nn.Module], dict[str, Any], str]
+
+
+def with_another(path: str) -> Callable[[int], nn.Module]:
+    """On rank 1 the last element of a frozen tensor is another one."""
+
+    def made(rank: int) -> nn.Module:
+        model = fp8_model()
+        where, _, name = path.rpartition(".")
+        module = model.get_submodule(where)
+        x = {**module._parameters, **module._buffers}[name]
+        assert x is not None
+        flat = x.data.view(-1)
+        if rank:
+            flat = flat.view(torch.uint8) if x.element_size() == 1 else flat
+            flat[-1] = flat[-1] + 1
+        return model
+
+    return made
+
+
+def differ(path: str) -> Refused:
+    return (
+        with_another(path),
+        {},
+        f"the values of {re.escape(path)} differ between rank 0 and rank 1",
+    )
+
+
 REFUSED: dict[str, Refused] = {
     "plain weights": (lambda rank: adapted(targets=LINEARS), {}, r"q_proj holds .* not FP8"),
     "nn.Linears": (
@@ -67,6 +96,10 @@ REFUSED: dict[str, Refused] = {
     "tied": (tied, {}, r"1\.mlp\.down_proj shares its memory with model\.layers\.0"),
     "no decoder layer": (lambda rank: nn.Linear(2, 2), {}, "Linear has no decoder layer"),
     "models that differ": (differing, {}, r"models differ: model\.layers\.0 has .* ranks 0 and 1"),
+    "a weight that differs": differ("model.layers.1.mlp.down_proj.weight"),
+    "a scale that differs": differ("model.layers.1.mlp.down_proj.weight_scale_inv"),
+    "a norm that differs": differ("model.layers.0.input_layernorm.weight"),
+    "a head that differs": differ("lm_head.weight"),
     "no slot": (lambda rank: fp8_model(), {"slots": 0}, "slots must be .* at least 1, found 0"),
     "a mesh of another device": (
         lambda rank: fp8_model().to("meta"), {}, "of the model's device, meta, found cpu",

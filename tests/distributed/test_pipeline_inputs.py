@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step of a pipeline cannot take on one rank is refused on all. Ranks then go on in step, and none waits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lorakernels.parallel import comm, pipeline_parallel
+from tests.distributed.pipeline_models import Way, batch, make, step_alone
+from tests.processes import on_ranks
+
+pytestmark = pytest.mark.slow
+FORM = "all ranks that have stages must run a step of equal rows and options, found by rank ["
+SAID = {
+    "fewer labels": "labels must be [4, 12] as the rows, found [2, 12]",
+    "no rows": "a pipeline needs input_ids",
+    "odd rows": "input_ids must be [B, S] with B a positive multiple of the 2 microbatches, found [3, 12]",
+    "another input": "a pipeline takes ['input_ids', ",
+    "no gradients": "forward_backward needs gradients",
+    "a list": "'list' object has no attribute",
+    "shorter rows": FORM,
+    "a mask": FORM,
+    "items": FORM,
+    "labels of int32": FORM,
+    "evaluation": FORM,
+    "another dtype": FORM,
+}
+
+
+def mesh_of_impatient_ranks() -> Any:
+    """A rank that waits gives up by then."""
+    group = dist.new_group(timeout=timedelta(seconds=30))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+
+
+def steps(rank: int, device: torch.device) -> dict[str, Any]:
+    """What ranks hear of steps that are wrong on rank 1 alone, or other than on rank 0, and losses of right ones."""
+    way = Way("", microbatches=2)
+    model, whole = make(way, device), make(way, device)
+    cut = pipeline_parallel(model, mesh_of_impatient_ranks(), microbatches=2)
+    labels, inputs = batch(0, way, device)
+    tokens = inputs["input_ids"]
+    values = {name: x.clone() for name, x in model.state_dict().items()}
+    right: dict[str, Any] = {"labels": labels, "input_ids": tokens}
+    expected = step_alone(whole, labels, inputs, way)
+    found: dict[str, Any] = {"first": bool(cut.forward_backward(**right) == expected)}
+    wrong: dict[str, dict[str, Any]] = {
+        "fewer labels": {"labels": labels[:2]},
+        "no rows": {"input_ids": None},
+        "odd rows": {"labels": labels[:3], "input_ids": tokens[:3]},
+        "another input": {"inputs_embeds": tokens},
+        "no gradients": {},
+        "a list": {"input_ids": tokens.tolist()},
+        "shorter rows": {"labels": labels[:, :10], "input_ids": tokens[:, :10]},
+        "a mask": {"attention_mask": torch.ones_like(tokens)},
+        "items": {"items": 3},
+        "labels of int32": {"labels": labels.int()},
+        "evaluation": {},
+        "another dtype": {},
+    }
+    for name, change in wrong.items():
+        model.train(not (rank and name == "evaluation"))
+        if rank and name == "another dtype":
+            model.bfloat16()
+        with torch.no_grad() if rank and name == "no gradients" else nullcontext():
+            try:
+                cut.forward_backward(**(right | change if rank else right))
+                found[name] = "nothing"
+            except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+                found[name] = str(error)
+        model.float().train().load_state_dict(values)
+        if name == "fewer labels":  # ranks pair the labels of a batch with its tokens
+            other, more = batch(1, way, device)
+            loss = cut.forward_backward(other, **more)
+            found["next"] = bool(loss == step_alone(whole, other, more, way))
+    try:
+        (cut.loss if rank else cut.forward_backward)(**right)
+    except ValueError as error:
+        found["no backward"] = str(error)
+    found["last"] = bool(cut.forward_backward(**right) == expected)
+    cut.checks_inputs = False
+    with patch.object(comm, "alike") as asked:
+        found["unchecked"] = bool(cut.loss(**right) == expected)
+    asked.assert_not_called()
+    return found
+
+
+def test_a_step_that_one_rank_cannot_run_is_refused_on_all() -> None:
+    for rank, found in enumerate(on_ranks(steps, 2, "gloo")):
+        for name, said in {**SAID, "no backward": FORM}.items():
+            ahead = "" if rank or said == FORM else "rank 1: "
+            assert found[name].startswith(ahead + said), (rank, name, found[name])
+        for name in ("first", "next", "last", "unchecked"):
+            assert found[name] is True, (rank, name)
+
+
+def converted(rank: int, device: torch.device) -> list[bool]:
+    """Whether losses are those of one process, before and after all parameters got another dtype and back."""
+    way, found = Way("", microbatches=2), []
+    model, whole = make(way, device), make(way, device)
+    cut = pipeline_parallel(model, mesh_of_impatient_ranks(), microbatches=2)
+    labels, inputs = batch(0, way, device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        for each in (model, whole):
+            each.to(dtype)
+        loss = cut.forward_backward(labels, **inputs)
+        found.append(bool(loss == step_alone(whole, labels, inputs, way)))
+    return found
+
+
+def test_stages_go_on_in_another_dtype() -> None:
+    assert on_ranks(converted, 2, "gloo") == [[True] * 3] * 2
