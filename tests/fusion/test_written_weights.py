@@ -20,6 +20,17 @@ from tests.graphs.layers import managed, with_options
 STATES = ("fp8_scale", "fp8_amax_history", "fp8_max")
 
 
+@pytest.fixture(autouse=True)
+def _says_that_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group asks the GPU whether it captures; tests/graphs/fake.py captures by a dispatch mode.
+
+    Otherwise a graph of the CPU would hold the derivation itself, and each replay would repeat it.
+    """
+    asks = FusedGroup._capturing
+    imitated = torch._C._len_torch_dispatch_stack
+    monkeypatch.setattr(FusedGroup, "_capturing", lambda group: asks(group) or imitated() > 0)
+
+
 def fused(device: torch.device) -> nn.Module:
     model = adapted(targets=LINEARS, device=device, fp8=DelayedScaling())
     fuse(model, attention="math")
@@ -152,14 +163,9 @@ def move_an_adapter(run: Graphs) -> None:
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "step"])
 @pytest.mark.parametrize("move", [assign, convert, move_an_adapter])
 def test_recapture_joins_what_was_moved(
-    device: torch.device, monkeypatch, move: Callable[[Graphs], None], whole: bool
+    device: torch.device, move: Callable[[Graphs], None], whole: bool
 ) -> None:
     """No forward runs in between, and a capture moves nothing: graphs/README.md names these calls."""
-    if (
-        device.type == "cpu"
-    ):  # as a GPU says while it captures: tests/graphs/fake.py captures by a dispatch mode
-        capturing = lambda _: torch._C._len_torch_dispatch_stack() > 0  # noqa: E731
-        monkeypatch.setattr(FusedGroup, "_capturing", capturing)
     run = Graphs(device, whole)
     move(run)
     run.model.zero_grad()
