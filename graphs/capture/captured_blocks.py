@@ -20,6 +20,7 @@ from ..plan.plan import Plan, make_plan
 from ..record.recorded_block import RecordedBlock
 from ..replay.block_graphs import BlockGraphs
 from ..replay.cursor import IterationProgress
+from ..replay.derived import Derived
 from ..replay.grads import GradMemory
 from ..replay.watch import LayerWatch
 from .capturer import Capturer
@@ -152,9 +153,10 @@ class CapturedBlocks:
             now = plain_attributes(layer.module)
             attributes = unchanged_attributes(block.attributes[index], now)
             watch = LayerWatch(layer.name, layer.module, attributes, states)
+            derived = Derived([layer.module])
             for call in graphs.calls:
                 if call.layer == index:
-                    call.prepare(watch, graphs.backend.device.type)
+                    call.prepare(watch, derived, graphs.backend.device.type)
 
     def _roll_back(self, graphs: BlockGraphs | None, pins: Pins, snapshot: Snapshot) -> None:
         if graphs is not None:

@@ -27,6 +27,7 @@ from ..plan.plan import Buffer, CallPlan, Plan
 from ..record.tracer import RecordedCall, Trace
 from ..replay.block_graphs import BlockGraphs
 from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
+from ..replay.derived import renew_derived
 from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
 from .checks import check_outputs, check_trained
@@ -90,6 +91,9 @@ class Capturer:
             CaptureError: with the layer and the phase it failed in.
         """
         try:
+            for layer in self.layers:  # stand-ins cannot move the parameters that it may have to
+                self._phase = (layer.name, "warm-up")
+                renew_derived(layer.module)
             with self.backend.session(), no_device_rng_in_checkpoints():
                 self._warm_up()
                 restore()

@@ -21,6 +21,7 @@ from ..interface.errors import ReplayError
 from ..plan.order import Step
 from .buffers import CallInput, ExposedBuffer, SharedInput
 from .cursor import ReplayCursor
+from .derived import Derived
 from .grads import LayerGrads
 from .watch import LayerWatch
 
@@ -38,6 +39,7 @@ class GraphedCall:
     forward_graph: Any
     backward_graph: Any
     watch: LayerWatch
+    derived: Derived
 
     def __init__(self, cursor: ReplayCursor, name: str, forward: Step, backward: Step) -> None:
         self.cursor, self.name, self.layer = cursor, name, forward.layer
@@ -64,9 +66,9 @@ class GraphedCall:
         self._copies: list[Any] = []
         self._chained: list[Any] = []
 
-    def prepare(self, watch: LayerWatch, device_type: str) -> None:
+    def prepare(self, watch: LayerWatch, derived: Derived, device_type: str) -> None:
         """Sort, once, which check or copy each replay makes of which tensor."""
-        self.watch = watch
+        self.watch, self.derived = watch, derived
         self._numbers = number_types(self.spec)
         places = list(enumerate(self.inputs))
         self._known = [(i, x.expected) for i, x in places if x.expected is not None]
@@ -138,6 +140,7 @@ class GraphedCall:
 
     def replay(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's output for tensors that `match` has found."""
+        self.derived.renew_if_written()
         edges = [tensors[i] for i in self.differentiable] or [self.cursor.anchor]
         outputs = _apply(self, tensors, *edges, *self.parameters)
         for k, exposed in self._chained:

@@ -16,6 +16,7 @@ from ..compare.attributes import Attributes, plain_attributes, unchanged_attribu
 from ..compare.signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 from ..device.backend import Backend, Graph
 from ..interface.errors import CaptureError, ReplayError, hint_for
+from ..replay.derived import Derived
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from .followers import Follower, following
 
@@ -44,6 +45,7 @@ class CapturedStep:
         self._specs = [TensorSpec.of(x) for x in signature.tensors]
         self._autocast = autocast_state(backend.device.type)
         self._watches: list[Watch] = []
+        self._derived: Derived | None = None
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
         self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
@@ -98,6 +100,7 @@ class CapturedStep:
             name = f"modules[{index}]"
             self._watches.append(LayerWatch(name, module, attributes, states if not index else {}))
             self.grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]
+        self._derived = Derived(modules)
         for index, optimizer in enumerate(optimizers):
             self._watches.append(OptimizerWatch(NAME, f"optimizers[{index}]", optimizer))
 
@@ -154,6 +157,8 @@ class CapturedStep:
         """The step's output for `tensors`, as new tensors."""
         for static, x in zip(self._inputs, tensors, strict=True):
             distinct(static).copy_(distinct(x))
+        if self._derived is not None:
+            self._derived.renew_if_written()
         for follower in self._followers:
             follower.before_replay()
         self.graph.launch(self.backend.stream())
@@ -165,7 +170,7 @@ class CapturedStep:
         if graph is not None and not keep_graph:
             graph.destroy()
         self._inputs, self._outputs, self.grads = [], [], []
-        self._watches, self._followers = [], []
+        self._watches, self._followers, self._derived = [], [], None
         self.backend.release()
         return graph
 

@@ -19,6 +19,7 @@ from ..interface.errors import CaptureError, ReplayError, explain
 from ..interface.options import GraphOptions, WarnOnce
 from ..interface.report import GraphReport, Report
 from ..plan.order import check_count
+from ..replay.derived import renew_derived
 from .captured_step import NAME, CapturedStep, key_of
 
 
@@ -203,6 +204,8 @@ class StepGraph:
             raise CaptureError(NAME, "check", reason)
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
+        for module in self.modules:
+            renew_derived(module)
         backend, self._eager_backend = self._eager_backend or self._make_backend(), None
         started, free = time.perf_counter(), backend.free_bytes()
         states = named_states(self.fp8_state, self.rng_states)

@@ -4,10 +4,11 @@
 The members' weights are rows of one [ΣN, K], their A's rows of one [ΣR, K], their biases parts of one [ΣN]. The
 Parameter objects and their names stay; their addresses change.
 
-Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale. A write through
-`.data.copy_` goes unnoticed: it leaves the tensor's version as it was. After `.to`, deepcopy or
-`load_state_dict(assign=True)` has moved a parameter, the next forward joins the members again. Weights that already
-lie one behind the other, as in a sharded base's block, are joined without a copy.
+Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale: by the next
+forward, or before the next replay of lorakernels.graphs (`renew`). A write through `.data.copy_` goes unnoticed: it
+leaves the tensor's version as it was. After `.to`, deepcopy or `load_state_dict(assign=True)` has moved a parameter,
+the next forward joins the members again. Weights that already lie one behind the other, as in a sharded base's block,
+are joined without a copy.
 
 FSDP2 gives the parameters that it manages other Parameter objects, and other memory at every forward. A's are then
 joined by a copy at every forward. Weights and biases have to be in its `ignored_params`.
@@ -28,8 +29,8 @@ from lorakernels.autograd.linear_projections import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import is_held, over_of_loaded_part
+from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
 from lorakernels.ops.quantize_lora_down import MAX_RANK
@@ -261,6 +262,24 @@ class FusedGroup:
             self._seen = seen
         assert self._derived is not None
         return self._derived
+
+    def renew(self) -> list[Tensor]:
+        """Join, and renew, as the next forward would: for graphs, which read the derived tensors.
+
+        Returns:
+            The weights and scales that the derived tensors were made from. A single member's are its own. Empty while
+            FSDP has a weight sharded, for the next forward sees another one.
+        """
+        if any(is_sharded(m._parameters["weight"]) for m in self.members):
+            return []
+        if self._state_of_members() != self._seen:
+            for member in self.members:
+                bring(member)
+        self.join()
+        if len(self.members) == 1:
+            return []
+        found = [(m._parameters["weight"], m._buffers["weight_scale_inv"]) for m in self.members]
+        return [x for both in found for x in both if x is not None and both[1] is not None]
 
     @torch.inference_mode(False)  # training will use these tensors too
     def _join_all(self) -> None:

@@ -133,6 +133,9 @@ class FusedDecoderLayer(nn.Module):
 
     _fused: Parts
 
+    def renew_derived(self) -> list[Tensor]:  # graphs/replay/derived.py
+        return [x for group in self._fused.groups for x in group.renew()]
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError. The layer's kernels are fused already, and GraphManager saves the host their launches."""
         parts = self._fused

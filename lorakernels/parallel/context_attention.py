@@ -127,12 +127,13 @@ class ContextAttention:
     Attributes:
         size: the number of ranks.
         begin: called with the number of a rank's tokens before a fused layer runs.
-        chosen: {(dtype, D, whether each row is one document): the backend that runs}.
+        chosen: {(dtype, D, whether each row is one document, whether algorithms are deterministic): the backend that
+            runs}.
     """
 
     def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
         self.ranks, self.size, self.attention, self.begin = ranks, ranks.size, attention, begin
-        self.chosen: dict[tuple[torch.dtype, int, bool], str] = {}
+        self.chosen: dict[tuple[torch.dtype, int, bool, bool], str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
@@ -161,7 +162,8 @@ class ContextAttention:
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
         k, v = _Gather.apply(k, v, chunks, self.ranks)
-        key = q.dtype, q.shape[3], starts is None
+        exact = torch.are_deterministic_algorithms_enabled()
+        key = q.dtype, q.shape[3], starts is None, exact
         if key not in self.chosen:
             self.chosen[key] = self._choose(q, k, v, starts is None)
         name = self.chosen[key]

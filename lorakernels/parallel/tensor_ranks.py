@@ -9,8 +9,8 @@ the scales are updated (`FP8State.shared_over`).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,13 @@ class Ranks:
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.rows = CollectiveRows(self.group, dist.get_backend(self.group))
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise RuntimeError(
+            "a model that ranks hold together (parallelize, pipeline_parallel) cannot be copied or pickled, as its "
+            "process group cannot: split a copy that was made before; or make the model anew, split it, and "
+            "load_adapter what save_adapter has written"
+        )
 
     def share(self, total: int) -> slice:
         """This rank's part of `total`, which the size divides."""
@@ -107,7 +114,8 @@ class SharedScales:
         return known[column]
 
 
-_SHARED: WeakKeyDictionary[FP8State, SharedScales] = WeakKeyDictionary()
+# by the state's id: they hold the state, and the layers hold them
+_SHARED: WeakValueDictionary[int, SharedScales] = WeakValueDictionary()
 
 
 def shared(state: FP8State | None, ranks: Ranks) -> SharedScales | None:
@@ -121,4 +129,4 @@ def shared(state: FP8State | None, ranks: Ranks) -> SharedScales | None:
     if state.shared_over not in ((), (ranks.group,)):
         raise ValueError("one FP8State cannot be shared by two tensor-parallel groups")
     state.shared_over = (ranks.group,)
-    return _SHARED.setdefault(state, SharedScales(state, ranks.group))
+    return _SHARED.setdefault(id(state), SharedScales(state, ranks.group))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 from collections.abc import Callable
@@ -284,6 +285,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["positions"] = refused(
         lambda: cut.loss(labels, input_ids=tokens, position_ids=tokens[:2])
     )
+    found["copied"] = refused(lambda: copy.deepcopy(model))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad])
     found["attached"] = refused(lambda: attach(model, optimizer))
     found["no gradients"] = refused(torch.no_grad()(lambda: cut.forward_backward(labels, **inputs)))
@@ -324,6 +326,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "mesh": "ValueError: mesh must have one dimension",
         "twice": "ValueError: the model was cut into stages already",
         "forward": "of the pipeline: the model runs by PipelineParallel.forward_backward",
+        "copied": "RuntimeError: a model that ranks hold together",
         "input": "TypeError: a pipeline takes",
         "no input": "TypeError: a pipeline needs input_ids",
         "rows": "B a positive multiple of the 2 microbatches, found [3, 12]",

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -132,6 +134,8 @@ def afterwards(mesh: Any) -> dict[str, str]:
             lambda: ShardedAdamW([p for p in model.parameters() if p.requires_grad], mesh)
         ),
         "once more": said_by(lambda: parallelize(model, mesh)),
+        "a copy": said_by(lambda: copy.deepcopy(model)),
+        "a pickle": said_by(lambda: pickle.dumps(attention.q_proj)),
         "odd rows": said_by(lambda: loss_of(model, odd)),
         "torch.compile": said_by(lambda: compiled(torch.randn(4, 1, 64))),
         "float16": said_by(lambda: attention.q_proj(half)),
@@ -296,6 +300,8 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
         ("a sharded optimizer", "is of a layer that parallelize split"),
         ("a sharded base", "the part of layers that parallelize split differs"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
+        ("a copy", "cannot be copied or pickled, as its process group cannot"),
+        ("a pickle", "cannot be copied or pickled, as its process group cannot"),
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
         ("torch.compile", "is split over ranks and cannot be compiled yet"),
         ("float16", "x must be float32 or bfloat16 over ranks, found torch.float16"),

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -18,7 +20,8 @@ from lorakernels.autograd.attention import (
     segments_mask,
 )
 from lorakernels.autograd.chunk_attention import attend_chunks
-from lorakernels.parallel.context_attention import Chunks
+from lorakernels.parallel import context_attention
+from lorakernels.parallel.context_attention import Chunks, ContextAttention
 
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))  # ranks, B, C
 
@@ -171,3 +174,34 @@ def test_a_segment_without_queries_gives_its_keys_nothing() -> None:
     out.sum().backward()
     assert k.grad is not None
     assert (k.grad[0, 0].abs().sum(-1) > 0).tolist() == [False, False, True, True, True, False]
+
+
+class OneRow:
+    """The exchange of a rank that is alone."""
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+
+def test_the_backend_is_chosen_anew_under_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was chosen before may add in any order."""
+    asked = []
+
+    def choose(*arguments: object) -> str:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return "torch"
+
+    monkeypatch.setattr(context_attention, "choose", choose)
+    alone: Any = SimpleNamespace(rank=0, size=1, rows=OneRow())
+    attention = ContextAttention(alone, "auto", lambda tokens: None)
+    q = torch.randn(1, 2, 8, 16)
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        for exact in (False, True, True, False):
+            torch.use_deterministic_algorithms(exact)
+            attention.attend(q, q, q, (None, 8), 0.25)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert asked == [False, True]
