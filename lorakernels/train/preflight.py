@@ -19,6 +19,7 @@ from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.written import MERGED
 
 RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
@@ -134,7 +135,7 @@ def _check_merge(directory: Path, options: FinetuneOptions) -> None:
     if options.merge is None:
         return
     try:
-        check_export(directory, Path(str(options.output)) / "merged", format=options.merge)
+        check_export(directory, Path(str(options.output)) / MERGED, format=options.merge)
     except ValueError as error:
         raise OptionError(f"merge: {error}") from error
 
