@@ -187,9 +187,12 @@ class AdapterBatch:
         """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
 
         None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts, none within a
-        sequence: of n · len(names) sequences, as beams are, n in a row have one name. Backward may run outside: a gradient checkpoint is computed again with the rows of its forward, or raises RuntimeError where
-        these are not known. Graphs that were captured outside are not replayed: `attach` runs layers eagerly, and a
-        GraphManager raises. Inside another `rows` it holds until its own end.
+        sequence: of n · len(names) sequences, as beams are, n in a row have one name. Inside another `rows` it holds
+        until its own end.
+
+        Backward may run outside: a gradient checkpoint is computed again with the rows of its forward, or raises
+        RuntimeError where these are not known. Graphs that were captured outside are not replayed: `attach` runs layers
+        eagerly, and a GraphManager raises.
 
         Raises:
             KeyError: there is no such adapter.
@@ -268,8 +271,10 @@ def batch_adapters(
 
     The rows of a forward, which J = len(names) has to divide, belong to the adapters in this order, as many to each.
     A model whose first dimension is the batch takes J sequences, or J times as many: a layer refuses any other number
-    by a ValueError. Documents packed into one row are refused, too: pack them into a row for each adapter. Each new adapter starts as
-    `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's scaling.
+    by a ValueError. Documents packed into one row are refused, too: pack them into a row for each adapter.
+
+    Each new adapter starts as `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's
+    scaling.
 
     An optimizer of `model.parameters()` trains all adapters alike. For learning rates of their own:
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from lorakernels.train.adapted import load_adapted
 from lorakernels.train.data.prepare import load_data
-from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs, read_jobs
 from lorakernels.train.errors import OptionError
+from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs, read_jobs
 from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.model import load_tokenizer
 from lorakernels.train.options import FinetuneOptions
