@@ -4,8 +4,8 @@
 target_modules   A str must match the whole dotted path (`re.fullmatch`).
                  A name in a list must equal the path, or its tail after a dot.
                  "all-linear" takes every Linear except a transformers model's output embedding.
-exclude_modules  The rules for str and list are the same. An excluded module is never a target. A warning names what matches
-                 no module, and keys of rank_pattern and alpha_pattern that match no target.
+exclude_modules  The rules for str and list are the same. An excluded module is never a target.
+                 A warning names what matches no module, and keys of rank_pattern and alpha_pattern without a target.
 target_parameters
                  A name must equal the path of a stacked parameter of experts, or its tail after a dot. The layers of
                  LoRAExperts follow it alone: exclude_modules leaves none of them out.
