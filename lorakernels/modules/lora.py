@@ -295,9 +295,10 @@ class LoRALinear(MergeableLinear):
         own = self.__dict__  # a property takes several times as long
         parameters, numbers = own["_parameters"], own["_of_calls"]
         lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
-        if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
-            lora_A, lora_B = rows.factors(lora_A, lora_B)
-        check_sequences(x, adapters_of(lora_A))
+        if "adapter_rows" in own:
+            if (rows := rows_of_call(self)) is not None:
+                lora_A, lora_B = rows.factors(lora_A, lora_B)
+            check_sequences(x, adapters_of(lora_A))
         drops = own["training"] and numbers.p > 0
         draw = partial(draw_slot, own["rng_state"]) if drops else None
         if not compiling:
