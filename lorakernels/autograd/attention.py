@@ -48,6 +48,7 @@ GRAPH = "cudnn_graph"
 FP8 = "fp8"
 BACKENDS = (*_ENABLE, GRAPH, FP8)
 OWN = (GRAPH, FP8)  # by graphs of ours
+GPUS_ALONE = ("cudnn", "efficient")  # torch has no such kernel for CPUs
 SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)
@@ -101,6 +102,8 @@ def choose(wanted: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ca
         return FP8
     capability = capability_of(q.device) if q.is_cuda else None
     names = preference(capability, mask is not None) if wanted == "auto" else (wanted,)
+    if capability is None and wanted in GPUS_ALONE:
+        raise ValueError(f"attention={wanted!r} is for a GPU, found q on {q.device}; try 'auto'")
     if capability is None and wanted != GRAPH:
         return names[0]
     for name in names:

@@ -13,7 +13,7 @@ base_model.model.<path>.<name>                  the tensors of modules_to_save
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,14 +44,15 @@ class Slot(NamedTuple):
     dtype: torch.dtype
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tensor]:
     """{PEFT's key: tensor of `model`} for all adapters, trained biases and saved modules, not copied.
 
+    `bias` says which biases are among them, as in LoRAConfig; None reads it from the layers.
     Each expert's adapter has a key of its own, `….gate_up_proj.3`; `stacks_of` says how a file joins them.
     """
     found: dict[str, Tensor] = {}
     layers = lora_modules(model)
-    bias = bias_mode(layers.values())
+    bias = bias or bias_mode(layers.values())
     for name, layer in layers.items():
         key = PREFIX + clean_path(name)
         found[f"{key}.lora_A.weight"] = layer.lora_A
@@ -124,6 +125,27 @@ def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
                 slot = Slot(tuple(parameter.shape), parameter.dtype)
                 found.setdefault(PREFIX + clean_path(name), slot)
     return found
+
+
+def keys_of(model: nn.Module, config: LoRAConfig) -> list[str]:
+    """The keys that a file with `config` has for the adapted layers of `model`, whatever their own config says."""
+    found = list(adapter_tensors(model, config.bias))
+    if not config.use_dora:
+        return found
+    magnitudes = [
+        f"{PREFIX}{clean_path(name)}.lora_magnitude_vector" for name in lora_modules(model)
+    ]
+    return [*found, *(key for key in magnitudes if key not in found)]
+
+
+def check_complete(
+    file: Path, config: LoRAConfig, keys: Iterable[str], tensors: Container[str]
+) -> None:
+    """Raise ValueError, listing them, if `tensors` of `file` lack some of the `keys` that its `config` says it has."""
+    if missing := [key for key in keys if key not in tensors]:
+        says = f"use_dora={config.use_dora} and bias={config.bias!r}"
+        lines = _listed("missing", missing)
+        raise ValueError("\n".join([f"{file} has not what its config says, {says}:", *lines]))
 
 
 def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tensor]) -> None:

@@ -18,8 +18,10 @@ from lorakernels.checkpoints.adapter_keys import (
     ADAPTER_ENDS,
     PREFIX,
     adapter_tensors,
+    check_complete,
     check_keys,
     expected_slots,
+    keys_of,
     slots,
     stacks_of,
     without_peft_copies,
@@ -206,6 +208,7 @@ def _fitting(
                     shape = at[id(own[key])].shape(own[key])
                     expected[key] = expected[key]._replace(shape=shape)
                 widen(model, expected)
+                promised = keys_of(model, config)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
@@ -214,6 +217,7 @@ def _fitting(
                     "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
                 )
             expected = expected_slots(model, config)
+            promised = []  # `expected` has them
             saved = match_saved(model, config)
             joined = stacks_of(model, config)
     except (ValueError, TypeError) as error:
@@ -222,6 +226,7 @@ def _fitting(
     for stack in joined:
         stack.split(tensors)
     check_keys(folder / WEIGHTS_NAME, expected, tensors)
+    check_complete(folder / WEIGHTS_NAME, config, promised, tensors)
     if adapted:
         _check_scaling(model, config, folder)
         check_initial_values(model, split_initial(model, tensors), folder)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -172,14 +172,15 @@ def _check_projections(
             if isinstance(module, LoRALinear) and module.merged:
                 raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
     for names in spec_of(layer).groups:
-        members = [projection(layer.get_submodule(name)) for name in names]
-        if len(members) > 1:
-            _check_group(path, members, recipe, shared_dropout)
+        group = {f"{path}.{name}": projection(layer.get_submodule(name)) for name in names}
+        if len(group) > 1:
+            _check_group(group, recipe, shared_dropout)
 
 
 def _check_group(
-    path: str, members: Sequence[nn.Module], recipe: Recipe | None, shared_dropout: bool
+    group: Mapping[str, nn.Module], recipe: Recipe | None, shared_dropout: bool
 ) -> None:
+    members = list(group.values())
     adapted = [m for m in members if isinstance(m, LoRALinear)]
     what: dict[str, Iterable[Any]] = {
         "weight dtype": (_dtype(m, recipe is not None) for m in members),
@@ -191,28 +192,26 @@ def _check_group(
         what["lora_dropout"] = (m.lora_dropout for m in adapted)
         what["rng_state"] = (id(m.rng_state) for m in adapted)
     if isinstance(recipe, BlockScaling):
-        check_blocks(path, members)
+        check_blocks(group)
     for name, values in what.items():
         found = set(values)
         if len(found) > 1:
-            names = [getattr(m, "name", type(m).__name__) for m in members]
             raise ValueError(
-                f"{path}: {names} must have one {name}, found {sorted(map(str, found))}"
+                f"{', '.join(group)} must have one {name}, found {sorted(map(str, found))}"
             )
 
 
-def check_blocks(path: str, members: Sequence[Any]) -> None:
-    """Refuse members of one matrix whose blocks are not those of the matrix.
+def check_blocks(group: Mapping[str, Any]) -> None:
+    """Refuse members of one matrix, by their paths, whose blocks are not those of the matrix.
 
     Raises:
         ValueError: a member but the last has rows that do not end with a block.
     """
-    for member in members[:-1]:
+    for path, member in list(group.items())[:-1]:
         rows = member.out_features
         if rows % BLOCK:
-            name = getattr(member, "name", type(member).__name__)
             raise ValueError(
-                f"{path}: {name} has {rows} rows, which must be a multiple of {BLOCK} under BlockScaling"
+                f"{path} has {rows} rows, which must be a multiple of {BLOCK} under BlockScaling"
             )
 
 

@@ -31,8 +31,9 @@ from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.lora import LoRALinear, rows_of_call
 from lorakernels.modules.projections import is_active
+from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
 
@@ -82,6 +83,12 @@ class FusedGroup:
     def adapted(self) -> list[LoRALinear]:
         """Members with an active adapter, which is neither merged nor switched off."""
         return [m for m in self.members if is_active(m)]
+
+    def check_sequences(self, h: Tensor) -> None:
+        """ValueError if several adapters do not divide the sequences of h [B, T, K]."""
+        for member in self.adapted[:1]:
+            rows = rows_of_call(member)
+            check_sequences(h, adapters_of(member.lora_A) if rows is None else len(rows.numbers))
 
     def call(self) -> tuple[Projections, list[Tensor | None]]:
         """Prepare one forward: join the members, update the FP8 state in training, and draw the masks.

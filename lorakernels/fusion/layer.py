@@ -376,6 +376,8 @@ def _check_call(
             "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
         )
     _check_packing(kwargs)
+    for group in parts.groups:
+        group.check_sequences(h)
     if not parts.spec.looks_back(layer):
         name = parts.spec.attention
         raise ValueError(

@@ -21,7 +21,7 @@ from lorakernels.modules.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets
+from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets, warn_of_unused
 from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
 from lorakernels.ops.hardware import FLOATS
@@ -93,6 +93,7 @@ def _apply(
         )
     _check_frozen(frozen, config)
     paths = match_targets(model, config)
+    warn_of_unused(model, config, paths)
     dtypes = [adapter_dtype or _own_dtype(model, path) for path in paths]
     saved = match_saved(model, config)
     rest, stays = frozen_targets(model, paths, saved) if frozen == "fp8" else ([], {})

@@ -2,6 +2,7 @@
 """AdapterBatch: several adapters over one base, trained on the rows of one batch.
 
     rows 0 … M/J − 1 belong to the first adapter, the next M/J to the second, …
+    of x [B, T, K], these are B/J whole sequences each
 
 A layer multiplies the base once for all rows, and each row by its own adapter's A and B. So J small batches fill a GPU
 as one large batch does. Each adapter has parameters of its own for an optimizer, and files of its own.
@@ -185,10 +186,13 @@ class AdapterBatch:
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
         """Inside, sequence i of a batch belongs to the adapter names[i], in any order, as PEFT's `adapter_names`.
 
-        None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts. Backward may run
-        outside: a gradient checkpoint is computed again with the rows of its forward, or raises RuntimeError where
-        these are not known. Graphs that were captured outside are not replayed: `attach` runs layers eagerly, and a
-        GraphManager raises. Inside another `rows` it holds until its own end.
+        None, or "__base__", is the base alone. Each layer's rows are cut into len(names) equal parts, none within a
+        sequence: of n · len(names) sequences, as beams are, n in a row have one name. Inside another `rows` it holds
+        until its own end.
+
+        Backward may run outside: a gradient checkpoint is computed again with the rows of its forward, or raises
+        RuntimeError where these are not known. Graphs that were captured outside are not replayed: `attach` runs layers
+        eagerly, and a GraphManager raises.
 
         Raises:
             KeyError: there is no such adapter.
@@ -266,8 +270,11 @@ def batch_adapters(
     """Give every LoRALinear of `model` an adapter for each of `names`, in place of the one that it has.
 
     The rows of a forward, which J = len(names) has to divide, belong to the adapters in this order, as many to each.
-    A model whose first dimension is the batch takes J sequences, or J times as many. Each new adapter starts as
-    `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's scaling.
+    A model whose first dimension is the batch takes J sequences, or J times as many: a layer refuses any other number
+    by a ValueError. Documents packed into one row are refused, too: pack them into a row for each adapter.
+
+    Each new adapter starts as `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's
+    scaling.
 
     An optimizer of `model.parameters()` trains all adapters alike. For learning rates of their own:
 

@@ -28,6 +28,7 @@ from lorakernels.modules.number import number
 from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import is_apart
+from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers
@@ -272,7 +273,8 @@ class LoRALinear(MergeableLinear):
 
         Raises:
             TypeError: x is not float32, bfloat16 or float16.
-            ValueError: x's last dimension is not K, or x is on another device.
+            ValueError: x's last dimension is not K, or x is on another device. Or several adapters do not divide the
+                first dimension of an x of three or more.
             RuntimeError: it has several adapters, and one of them is merged.
         """
         if self.merged or self.disable_adapters:
@@ -287,12 +289,15 @@ class LoRALinear(MergeableLinear):
             factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
             if self.adapter_rows is not None and self.adapter_rows.asked:
                 factors = _traced_factors(self)
+            check_sequences(x, adapters_of(factors[0]))
             return self._compiled(x, factors, slot)
         own = self.__dict__  # a property takes several times as long
         parameters, numbers = own["_parameters"], own["_of_calls"]
         lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
-        if "adapter_rows" in own and (rows := rows_of_call(self)) is not None:
-            lora_A, lora_B = rows.factors(lora_A, lora_B)
+        if "adapter_rows" in own:
+            if (rows := rows_of_call(self)) is not None:
+                lora_A, lora_B = rows.factors(lora_A, lora_B)
+            check_sequences(x, adapters_of(lora_A))
         drops = own["training"] and numbers.p > 0
         draw, rng_state = draw_slot if drops else None, own["rng_state"]
         if not compiling:

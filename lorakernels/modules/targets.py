@@ -5,6 +5,7 @@ target_modules   A str must match the whole dotted path (`re.fullmatch`).
                  A name in a list must equal the path, or its tail after a dot.
                  "all-linear" takes every Linear except a transformers model's output embedding.
 exclude_modules  The rules for str and list are the same. An excluded module is never a target.
+                 A warning names what matches no module, and keys of rank_pattern and alpha_pattern without a target.
 target_parameters
                  A name must equal the path of a stacked parameter of experts, or its tail after a dot. The layers of
                  LoRAExperts follow it alone: exclude_modules leaves none of them out.
@@ -26,7 +27,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from torch import nn
 
-from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
+from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path, matching
 from lorakernels.modules.experts import expert_layers, match_experts
 
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
@@ -97,6 +98,34 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         _check_kept(path, module)
         _check_owner(model, path, config)
     return found
+
+
+def warn_of_unused(model: nn.Module, config: LoRAConfig, targets: Iterable[str]) -> None:
+    """Warn of what of `exclude_modules` matches no module, and of rank_pattern and alpha_pattern no target.
+
+    Args:
+        targets: what `match_targets` has found.
+    """
+    exclude = config.exclude_modules or ()
+    unused = {"exclude_modules": [exclude] if isinstance(exclude, str) else list(exclude)}
+    for path, _ in model.named_modules() if exclude else ():
+        own = clean_path(path)
+        unused["exclude_modules"] = [
+            name for name in unused["exclude_modules"] if not _matches_excluded(exclude, name, own)
+        ]
+    paths = [config.parameter_of(path) for path in targets]
+    for field in ("rank_pattern", "alpha_pattern"):
+        keys = getattr(config, field)
+        unused[field] = [
+            key for key in keys if not any(any(matching({key: True}, path)) for path in paths)
+        ]
+    for field, names in unused.items():
+        if names:
+            what = "module" if field == "exclude_modules" else "target"
+            found = ", ".join(map(repr, names))
+            warnings.warn(
+                f"LoRAConfig.{field}: {found} matches no {what} and has no effect", stacklevel=4
+            )
 
 
 def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
@@ -176,10 +205,16 @@ def _is_excluded(config: LoRAConfig, path: str) -> bool:
 
 
 def _is_named_excluded(config: LoRAConfig, path: str) -> bool:
-    exclude = config.exclude_modules
+    exclude = config.exclude_modules or ()
+    names = [exclude] if isinstance(exclude, str) else exclude
+    return any(_matches_excluded(exclude, name, path) for name in names)
+
+
+def _matches_excluded(exclude: str | Collection[str], name: str, path: str) -> bool:
+    """Whether `name` of `exclude`, or the expression that this is, matches `path`."""
     if isinstance(exclude, str):
-        return bool(exclude) and re.fullmatch(exclude, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in exclude or ())
+        return re.fullmatch(name, path) is not None
+    return path == name or path.endswith(f".{name}")
 
 
 def _is_inside_saved(config: LoRAConfig, path: str) -> bool:

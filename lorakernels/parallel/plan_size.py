@@ -115,7 +115,8 @@ def scales(size: LayerSize) -> int:
 def _check_blocks(layers: Mapping[str, nn.Module]) -> None:
     for path, layer in layers.items():
         for group in spec_of(layer).groups:
-            check_blocks(path, [projection(layer.get_submodule(name)) for name in group])
+            members = {f"{path}.{name}": projection(layer.get_submodule(name)) for name in group}
+            check_blocks(members)
 
 
 def _check(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,13 @@ def adapted_model(
     layers = layer_mesh(ranks, device)
     read_sharded = mesh if layers is None else None  # parts of layers are sharded afterwards
     meshes = Meshes(read_sharded, None if shared is None else shared.mesh, layers)
-    model, report = ranks.together(
-        lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "LoRAConfig.* matches no "
+        )  # check_before_loading said it
+        model, report = ranks.together(
+            lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
+        )
     adapters = add_jobs(model, jobs) if jobs else None
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))

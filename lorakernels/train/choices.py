@@ -78,7 +78,9 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused, longest: int)
             raise
         raise OptionError(f"{rows}: {error}") from error
     on_gpu = next(model.parameters()).is_cuda
-    named = NAMES.get(name, name) if on_gpu else f"torch's {name} kernel for CPUs"
+    named = (
+        NAMES.get(name, name) if on_gpu or name == "eager" else f"torch's {name} kernel for CPUs"
+    )
     return f"{named}; {rows}{why and f'; not cuDNN: {why}'}"
 
 
@@ -107,11 +109,13 @@ def attention_backend(
     if options.isolate_documents:
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
-    if fused.report is not None and weight.is_cuda:
+    if fused.report is not None:
         asked: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None:
             asked = "packed"
-        return fused.report.backend_for(q, k, v, asked, longest)
+        chosen = fused.report.backend_for(q, k, v, asked, longest)
+        if chosen[0] != "torch":
+            return chosen
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)

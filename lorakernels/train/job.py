@@ -71,8 +71,8 @@ from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
 from lorakernels.train.session import Session
 from lorakernels.train.sharding import ranks_per_machine
+from lorakernels.train.written import ADAPTER, CHECKPOINTS, LOSS, MERGED, METRICS, OPTIONS, TOKENS
 
-ADAPTER = "adapter"  # the directory in the output
 FEW = 10  # steps of an epoch, below which a run says so
 
 
@@ -134,7 +134,7 @@ def adapt(
     require("matplotlib")  # used at the end, but a missing package must stop the run now
     output, directory = Path(str(options.output)), Path(str(options.model))
     ranks = sharing(options, ranks)
-    checkpoints = Checkpoints(output / "checkpoints", options.keep)
+    checkpoints = Checkpoints(output / CHECKPOINTS, options.keep)
     options = check_run(directory, options, checkpoints, reporter, ranks)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
@@ -149,7 +149,7 @@ def adapt(
     given = model, options, data.train, state, runtime, ranks
     extra = adapted.adapters
     trainer = Trainer(*given) if extra is None else JobsTrainer(extra, jobs, *given)
-    session = make_session(trainer, data.held, reporter, output / "metrics.jsonl", adapted.sizes)
+    session = make_session(trainer, data.held, reporter, output / METRICS, adapted.sizes)
     beside, whole = tokenizer_files(tokenizer), partial(whole_model, model)
     files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)
     if not isinstance(trainer, JobsTrainer):
@@ -210,7 +210,7 @@ def read_data(
         ModelError: the model of `config` has no embedding for a token.
         OptionError: an option reads a held-out loss, and nothing is held out.
     """
-    tokens = Path(str(options.output)) / "tokens"
+    tokens = Path(str(options.output)) / TOKENS
     if jobs:
         data = load_jobs(jobs, options, tokenizer, tokens, reporter.say)
     else:
@@ -233,7 +233,7 @@ def begin(session: Session, runtime: Runtime, adapted: Adapted, data: RunData) -
     for line in lines:
         session.reporter.say(line)
     written = json.dumps(asdict(options), indent=1).encode()
-    ranks.on_first(lambda: replace_file(Path(str(options.output)) / "options.json", written))
+    ranks.on_first(lambda: replace_file(Path(str(options.output)) / OPTIONS, written))
     step = trainer.counters.step
     ranks.on_first(lambda: session.open_loggers(step))
 
@@ -246,7 +246,7 @@ def write_results(session: Session, files: AdapterFiles, data: RunData, output: 
     else:
         save_adapter_files(files, output / ADAPTER)
     title = f"LoRA, rank {options.r}, {files.base.name}"
-    plot_losses(session.metrics, output / "loss.png", title)
+    plot_losses(session.metrics, output / LOSS, title)
     if options.merge is not None:
         merged = write_merged(files.base, output / ADAPTER, options.merge)
         say(f"merged model ({options.merge}) in {merged}")
@@ -345,7 +345,7 @@ def write_merged(base: Path, adapter: Path, format: str) -> Path:
     """
     try:
         return export_model(
-            base, adapter, adapter.parent / "merged", format=format, overwrite=True
+            base, adapter, adapter.parent / MERGED, format=format, overwrite=True
         ).path
     except (ValueError, OSError) as error:
         what = describe_os_error(error, adapter.parent) if isinstance(error, OSError) else error

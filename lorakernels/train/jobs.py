@@ -29,6 +29,7 @@ from lorakernels.train.model_card import model_card
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
 from lorakernels.train.ranks import Ranks
+from lorakernels.train.written import ADAPTER, WRITTEN
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Job:
     """One adapter.
 
     Attributes:
-        name: of its directory in the output.
+        name: of its directory in the output, none that a run writes itself.
         data, eval_data: as the options of the same names.
         lr: its peak learning rate; None takes the run's.
         r: its rank, at most the run's; None takes that.
@@ -76,8 +77,13 @@ def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
 
 def _job(path: str, name: str, entries: Any, options: FinetuneOptions) -> Job:
     where = f"jobs: {path}: {name}"
-    if not name or Path(name).name != name or name in (".", "..", "checkpoints", "tokens"):
+    if not name or Path(name).name != name:
         raise OptionError(f"{where!r} must be the name of a directory in output")
+    if name.startswith(".") or name.casefold() in WRITTEN:
+        raise OptionError(
+            f"{where!r} is a directory in output, which must not begin with a dot or be one that a run writes there: "
+            f"{', '.join(WRITTEN)}"
+        )
     known = [item.name for item in fields(Job) if item.name != "name"]
     if not isinstance(entries, dict):
         raise OptionError(f"{where} must hold {', '.join(known)}, found {entries!r}")
@@ -207,11 +213,13 @@ def load_jobs(
         say(f"job {job.name}:")
         own = replace(options, data=job.data, eval_data=job.eval_data)
         found.append(load_data(own, tokenizer, cache, say, Ranks()))
-    identity = {
+    identity: dict[str, Any] = {
         f"{job.name}: {key}": value
         for job, data in zip(jobs, found, strict=True)
         for key, value in {**data.identity, "lr": str(job.lr), "r": str(job.r)}.items()
     }
+    # an optimizer's state tells parameters apart by their number alone
+    identity["the order of jobs"] = [job.name for job in jobs]
     train = JobRows([data.train for data in found], options.seq_len)
     held = JobRows([data.held for data in found], options.seq_len, once=True)
     most = max(data.max_token for data in found)
@@ -245,7 +253,7 @@ def save_jobs(
         )  # fmt: skip
         sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
         card = model_card(files.base, own, ", ".join(job.data), text, sizes)
-        target = output / job.name / "adapter"
+        target = output / job.name / ADAPTER
         with trainer.adapters.only(job.name):
             save_adapter_files(replace(files, card=partial(bytes, card)), target)
         say(f"job {job.name}: validation loss {loss}, adapter in {target}")

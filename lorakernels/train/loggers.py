@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from lorakernels.train.errors import FinetuneError, require
 from lorakernels.train.files import replace_file
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.written import RUN, TENSORBOARD
 
 PROJECT = "lorakernels"
 STEP = "train/global_step"
@@ -71,7 +72,7 @@ class TensorBoard:
     """Event files in <output>/tensorboard. Events of steps that are done again are dropped."""
 
     def __init__(self, run: Run) -> None:
-        self._folder, self._opened = str(run.output / "tensorboard"), 0
+        self._folder, self._opened = str(run.output / TENSORBOARD), 0
         self._open(run.step)
         if run.step == 0:
             self._writer.add_text("options", json.dumps(run.options, indent=1))
@@ -184,7 +185,7 @@ def open_loggers(options: FinetuneOptions, step: int, say: Callable[[str], None]
         return loggers
     output = Path(str(options.output))
     name = options.run_name or output.resolve().name
-    identity = _identity(output / "run.json", options.resume)
+    identity = _identity(output / RUN, options.resume)
     run = Run(output, name, identity, step, asdict(options))
     for kind in options.logger:
         try:

@@ -147,6 +147,19 @@ def _check_runtime(options: FinetuneOptions) -> None:
             f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
         )
     _check_recipe(options)
+    if options.fuse and options.gradient_checkpointing:
+        raise OptionError(
+            "gradient_checkpointing recomputes whole layers, which are not fused then: drop it or --fuse, or give "
+            "--save checkpoint instead of it"
+        )
+    if options.eager and options.graphs != "auto":
+        raise OptionError(
+            f"eager replays no graphs, and graphs {options.graphs} asks for them: drop one of them"
+        )
+    if options.weight_layout != "single" and not options.fp8:
+        raise OptionError(
+            f"weight_layout {options.weight_layout} is for a base in FP8: drop --weight-layout or --no-fp8"
+        )
     if options.attention == "fp8" and options.isolate_documents:
         raise OptionError(
             "attention fp8 needs rows that are causal as a whole, which cuDNN's FP8 takes alone: give "

@@ -7,6 +7,7 @@ model, and models that this job cannot train, stop the run within seconds. `chec
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.written import MERGED
 
 RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
@@ -40,18 +42,19 @@ def check_before_loading(
     _check_divides(text, options.tp)
     model = build_on_meta(config)
     decoder_and_head(model)
-    if unused := _excludes_nothing(model, options.exclude_modules):
-        say(
-            f"exclude_modules: no module is named {', '.join(unused)}, so nothing is left out by it"
-        )
     try:
-        apply_lora(model, replace(lora, fp8=None))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            apply_lora(model, replace(lora, fp8=None))
     except ValueError as error:
         raise OptionError(str(error)) from error
     except TypeError as error:
         if isinstance(lora.target_modules, str):  # all-linear: the model is at fault
             raise ModelError(f"{type(model).__name__} cannot be adapted: {error}") from error
         raise OptionError(str(error)) from error
+    for warning in warned:
+        if issubclass(warning.category, UserWarning):
+            say(str(warning.message))
     _check_head(model, options)
     _check_merge(directory, options)
     if experts := _experts(model):
@@ -134,14 +137,9 @@ def _check_merge(directory: Path, options: FinetuneOptions) -> None:
     if options.merge is None:
         return
     try:
-        check_export(directory, Path(str(options.output)) / "merged", format=options.merge)
+        check_export(directory, Path(str(options.output)) / MERGED, format=options.merge)
     except ValueError as error:
         raise OptionError(f"merge: {error}") from error
-
-
-def _excludes_nothing(model: nn.Module, names: list[str]) -> list[str]:
-    paths = [path for path, _ in model.named_modules()]
-    return [n for n in names if not any(p == n or p.endswith(f".{n}") for p in paths)]
 
 
 def _experts(model: nn.Module) -> str | None:

@@ -91,7 +91,8 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
     """Fuse the decoder layers if the options and the model allow it.
 
     Raises:
-        OptionError: the layers cannot be fused within `memory_budget`.
+        OptionError: the layers cannot be fused within `memory_budget`. Or they cannot be fused, which `fuse` asks for,
+            and other options would be without effect.
     """
     if (why_not := _why_not_fused(model, options, device)) is not None:
         return Fused(None, why_not, _of_fused_layers(options))
@@ -109,6 +110,10 @@ def fuse_layers(model: nn.Module, options: FinetuneOptions, device: torch.device
     except (ValueError, TypeError) as error:
         if budget is not None:  # unfused layers would exceed the budget
             raise OptionError(f"memory_budget cannot be kept: {error}") from error
+        if options.fuse and (unused := _of_fused_layers(options)):
+            raise OptionError(
+                f"the layers cannot be fused, without which {', '.join(unused)} would have no effect: {error}"
+            ) from error
         return Fused(None, str(error), _of_fused_layers(options))
     report.trust_longest()  # `Batch.checked` has compared them on the host
     return Fused(report)

@@ -106,6 +106,18 @@ def test_backends_agree_with_float64(name: str, masked: bool) -> None:
         assert (a.double() - b).norm() < 2.0**-6 * b.norm()
 
 
+@pytest.mark.parametrize("name", attention.BACKENDS)
+def test_on_a_cpu_a_backend_is_refused_or_runs(name: str) -> None:
+    """torch's own refusal would come in the first forward."""
+    q = torch.randn(1, 2, 8, 16)
+    if name in ("flash", "math"):
+        assert attention.choose(name, q, q, q, None, True) == name
+        attention.attend(name, q, q, q, None, True, 0.25)
+        return
+    with pytest.raises(ValueError, match=f"attention='{name}' (is for a GPU|does not take)"):
+        attention.choose(name, q, q, q, None, True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["auto", "efficient", "math"])
 def test_packed_sequences_agree_with_float64(name: str) -> None:

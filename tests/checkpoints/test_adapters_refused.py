@@ -149,6 +149,26 @@ def test_damaged_files_change_nothing(what, fresh, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"use_dora": True},
+            r"use_dora=True and bias='none':\n.*4 missing:.*lora_magnitude_vector",
+        ),
+        ({"bias": "lora_only"}, r"use_dora=False and bias='lora_only':\n.* missing:.*layer\.bias"),
+        ({"bias": "all"}, r"use_dora=False and bias='all':\n.* missing:.*\.bias"),
+    ],
+    ids=["DoRA", "biases of layers", "all biases"],
+)
+def test_a_file_without_what_its_config_says_is_refused(change, message, tmp_path):
+    """Also over an adapter that has no such tensors, which reads none of them."""
+    model = adapted(Model())
+    save_adapter(model, tmp_path)
+    edit_config(tmp_path, change)
+    assert_refused(model, tmp_path, "has not what its config says, " + message)
+
+
+@pytest.mark.parametrize(
     "model, message",
     [
         (lambda: nn.Sequential(nn.Linear(3, 3)), "does not fit this model.*matches no module"),

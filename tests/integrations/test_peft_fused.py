@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels import DelayedScaling, FrozenFP8Linear, PhiloxState, attach, fuse, unfuse
+from lorakernels import (
+    BlockScaling,
+    DelayedScaling,
+    FrozenFP8Linear,
+    PhiloxState,
+    attach,
+    fuse,
+    unfuse,
+)
 from tests.graphs.fake import FakeBackend
 
 peft = pytest.importorskip("peft")
@@ -406,6 +414,13 @@ def test_what_cannot_be_fused_is_refused(change: Any, message: str) -> None:
         fuse(model)
     assert {name: type(module) for name, module in model.named_modules()} == before
     assert not any("fused_projection" in vars(m) for m in model.modules())
+
+
+def test_a_refusal_of_blocks_names_the_projection() -> None:
+    model = peft_model(fp8=BlockScaling())
+    message = r"layers\.0\.self_attn\.q_proj has 64 rows, which must be a multiple of 128 under"
+    with pytest.raises(ValueError, match=message):
+        fuse(model)
 
 
 def test_restoring_a_patched_model_after_unfuse() -> None:

@@ -66,6 +66,30 @@ def test_sequences_in_any_order_have_their_adapters(recipe: str, fused: bool) ->
         pass
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
+def test_no_sequence_is_cut_between_two_adapters(fused: bool, grad: bool) -> None:
+    """The numbers of tokens would be divided by three, and by two. PEFT refuses such adapter_names, too."""
+    model, batch = batched()
+    if fused:
+        lorakernels.fuse(model)
+    ids = rows(model, 4)
+    message = r"{} adapters must divide the sequences, found {} in x \[{}, 15, 64\]"
+    with torch.set_grad_enabled(grad):
+        for count in (1, 2, 4):
+            with pytest.raises(ValueError, match=message.format(3, count, count)):
+                model(input_ids=ids[:count, :15])
+        for names, count in ((["de", "fr"], 3), (["de", None, "de"], 1)):
+            with batch.rows(names), pytest.raises(ValueError, match="must divide the sequences"):
+                model(input_ids=ids[:count])
+        with batch.rows(["de", "de", "fr", "fr"]):
+            expected = model(input_ids=ids).logits
+        with batch.rows(["de", "fr"]):
+            assert torch.equal(model(input_ids=ids).logits, expected)
+        with batch.only("de"):
+            model(input_ids=ids[:1])
+
+
 @pytest.mark.parametrize("init", ["olora", "pissa"])
 def test_adapters_that_start_from_the_weight(init: str, tmp_path: Any) -> None:
     """All start as the base, and files fit it. What lacks the initial adapter is refused."""
@@ -294,6 +318,18 @@ def test_torch_compile_computes_named_rows() -> None:
         found.append({"x": x.grad, **gradients(layer)})
     assert exact(found[1], found[0])
     assert exact(found[2], found[0])
+
+
+def test_torch_compile_refuses_to_cut_a_sequence() -> None:
+    layer = LoRALinear(64, 48, config=LoRAConfig(r=4, fp8=None))
+    lorakernels.batch_adapters(nn.Sequential(layer), NAMES)
+    compiled = torch.compile(layer, backend="aot_eager")
+    try:
+        with pytest.raises(ValueError, match="3 adapters must divide the sequences, found 2"):
+            compiled(torch.randn(2, 6, 64))
+        assert compiled(torch.randn(3, 6, 64)).shape == (3, 6, 48)
+    finally:
+        torch._dynamo.reset()  # a frame that raised runs by pieces
 
 
 SCHEDULES: dict[str, list[Any]] = {

@@ -195,6 +195,38 @@ def test_no_match_says_what_is_near(kwargs, message):
         match_targets(Model(), LoRAConfig(**kwargs))
 
 
+UNUSED = {
+    "exclude_modules: 'q_prj' matches no module": {"exclude_modules": ["q_prj", "lm_head"]},
+    r"exclude_modules: '\.\*q_prj' matches no module": {"exclude_modules": ".*q_prj"},
+    "rank_pattern: 'k_proj', 'x' matches no target": {
+        "rank_pattern": {"k_proj": 2, "x": 3, "v": 4}
+    },
+    "alpha_pattern: 'k_proj' matches no target": {"alpha_pattern": {"k_proj": 2, "q_proj": 4}},
+}
+
+
+@pytest.mark.parametrize("message", UNUSED)
+def test_a_pattern_without_effect_is_warned_of_as_in_peft(message):
+    kwargs = {"target_modules": ["q_proj", "v"], **UNUSED[message]}
+    with pytest.warns(UserWarning, match=f"LoRAConfig.{message} and has no effect"):
+        apply_lora(Model(), LoRAConfig(r=1, fp8=None, **kwargs))
+
+
+@pytest.mark.parametrize("exclude", [["lm_head", "attn.q_proj"], r".*\.attn\.q_proj"])
+def test_patterns_that_match_are_not_warned_of(exclude):
+    """PEFT's exclude_modules may name a module that is no target."""
+    config = LoRAConfig(
+        r=1,
+        fp8=None,
+        target_modules=["q_proj", "v"],
+        exclude_modules=exclude,
+        rank_pattern={"layers.0.attn.v": 2, r"^q_proj": 3},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_lora(Model(), config)
+
+
 class Scaled(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

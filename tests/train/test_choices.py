@@ -148,6 +148,53 @@ def test_an_attention_that_takes_no_rows_is_refused_before_the_run(
         lines_of(model_dir, monkeypatch)
 
 
+@pytest.mark.parametrize("attention", ["cudnn", "efficient", "cudnn_graph", "fp8"])
+@pytest.mark.parametrize("isolates", [True, False], ids=["documents", "rows"])
+def test_a_gpu_s_attention_is_refused_on_a_cpu(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, attention: str, isolates: bool
+) -> None:
+    options = {"attention": attention, "isolate_documents": isolates, "fuse": True}
+    with pytest.raises(
+        OptionError, match=f"attention='{attention}' (is for a GPU|does not take)|--attention would"
+    ):
+        lines_of(model_dir, monkeypatch, **options)
+
+
+def test_an_attention_that_takes_no_heads_of_the_model_is_refused_beside_fuse(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fuse` declines heads of 16. Without --fuse the run goes on, and says what has no effect."""
+    given = {"attention": "fp8", "isolate_documents": False}
+    message = "the layers cannot be fused, without which --attention would have no effect: "
+    with pytest.raises(OptionError, match=message):
+        lines_of(model_dir, monkeypatch, fuse=True, **given)
+    said = lines_of(model_dir, monkeypatch, **given)[1]
+    assert said.endswith("; without effect on them: --attention")
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash", "math"])
+def test_fused_layers_name_a_cpu_s_attention(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, attention: str
+) -> None:
+    """Told by what runs: a kernel that torch lacks would raise in the forward."""
+    name = {"auto": "flash"}.get(attention, attention)
+    said = lines_of(model_dir, monkeypatch, attention=attention, fuse=True)[2]
+    assert said == f"attention: torch's {name} kernel for CPUs; documents apart"
+
+
+def test_a_run_that_attention_refuses_writes_no_results(
+    cli: Cli, base_args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--fuse", "--attention", "efficient", "--output", tmp_path / "out", "--steps", 1]
+    assert cli(*base_args, *given) == 2
+    assert "attention='efficient' is for a GPU, found q on cpu" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {
+        ".lock",
+        ".tokens.lock",
+        "tokens",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "rows"),
     [

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lorakernels.train.data.formats import example_of, find_format
+from lorakernels.train.data.sources import Row, RowError
 from lorakernels.train.errors import DataError
 from tests.train.chats import (
     COUNTING,
@@ -88,6 +90,33 @@ def test_what_is_trained_of_other_rows(tmp_path: Path, row: dict[str, Any], expe
         assert (
             shown(tokens_of(jsonl(tmp_path / "a.jsonl", [row]), tokenizer), tokenizer) == expected
         )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"system": "S"}, {"history": [["a?", "A"]]}, {"history": '[["a?", "A"]]'}, {"tools": [{}]}],
+    ids=["system", "history", "history as JSON", "tools"],
+)
+def test_an_instruction_without_a_template_loses_nothing(more: dict[str, Any]) -> None:
+    """The Alpaca prompt has no place for them. Empty ones are as none."""
+    (field,) = more
+    row = {"instruction": "b?", "output": "B"}
+    known = find_format(Row("here", row))
+    message = f'^here: "{field}" has no place in the Alpaca prompt.*--chat-template FILE$'
+    with pytest.raises(RowError, match=message):
+        example_of(Row("here", row | more), known, False)
+    for nothing in ("", None, [], "[]") if field == "history" else ("", None):
+        given = Row("here", row | {field: nothing})
+        assert example_of(given, known, False) == example_of(Row("here", row), known, False)
+
+
+def test_history_in_a_table_s_cell_is_json() -> None:
+    row = {"instruction": "b?", "output": "B", "history": [["a?", "A"]]}
+    known = find_format(Row("here", row))
+    expected = example_of(Row("here", row), known, True)
+    assert example_of(Row("here", row | {"history": '[["a?", "A"]]'}), known, True) == expected
+    with pytest.raises(RowError, match='the text under "history" is not a JSON list'):
+        example_of(Row("here", row | {"history": "a?"}), known, True)
 
 
 def test_an_instruction_without_a_template_is_alpacas_prompt(tmp_path: Path) -> None:

@@ -18,13 +18,15 @@ from safetensors.torch import load_file
 
 from lorakernels.train.adapted import load_adapted
 from lorakernels.train.data.prepare import load_data
-from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs
+from lorakernels.train.errors import OptionError
+from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs, read_jobs
 from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.model import load_tokenizer
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.reporter import Reporter
+from lorakernels.train.written import WRITTEN
 
 Cli = Callable[..., int]
 SEQ_LEN = 48
@@ -143,6 +145,8 @@ def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
     assert cli(*given, "--output", parts, "--steps", 2, "--lr-scheduler-type", "constant") == 0
     more = ("--steps", 4, "--lr-scheduler-type", "constant", "--resume")
     assert cli(*given, "--output", parts, *more) == 0
+    others = {path.name for path in whole.iterdir()} - {"fox", "dog"}
+    assert {name for name in others if not name.startswith(".")} <= {*WRITTEN}
     one, other = adapters_in(whole), adapters_in(parts)
     assert one.keys() == other.keys() == {"fox", "dog"}
     for name, tensors in one.items():
@@ -153,6 +157,34 @@ def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
         assert (
             f"Job {name}, one of 2 at once" in (whole / name / "adapter" / "README.md").read_text()
         )
+
+
+def test_jobs_in_another_order_are_not_resumed(
+    cli: Cli,
+    arguments: list[str],
+    files: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An optimizer's state goes by numbers: the other order would hand each job the moments of another."""
+    jobs, output = jobs_file(tmp_path / "jobs.yaml", files), tmp_path / "out"
+    given = [*arguments, "--jobs", jobs, "--output", output, "--lr-scheduler-type", "constant"]
+    assert cli(*given, "--steps", 1) == 0
+    jobs_file(jobs, dict(reversed(files.items())))
+    capsys.readouterr()
+    assert cli(*given, "--steps", 2, "--resume") == 1
+    said = capsys.readouterr().err
+    assert "the order of jobs was ['fox', 'dog'], now it is ['dog', 'fox']; restore it" in said
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "Options.json", ".lock", ".."])
+def test_a_job_is_not_named_as_what_the_run_writes(
+    model_dir: Path, tmp_path: Path, name: str
+) -> None:
+    path = jobs_file(tmp_path / "jobs.yaml", {name: tmp_path / "x.jsonl"})
+    options = options_of(model_dir, jobs=str(path))
+    with pytest.raises(OptionError, match="must not begin with a dot or be one that a run writes"):
+        read_jobs(options, Ranks())
 
 
 def test_rows_of_the_shorter_job_repeat(
@@ -224,7 +256,7 @@ def test_the_held_out_loss_counts_every_row_once(
         ("a: {data: x, lr: -1}", "a: lr must be positive and finite, found -1"),
         ("a: {data: x, r: 5}", "a: r must be 1 to 4, the run's --r, found 5"),
         ("a/b: {data: x}", "must be the name of a directory in output"),
-        ("checkpoints: {data: x}", "must be the name of a directory in output"),
+        ("checkpoints: {data: x}", "must not begin with a dot or be one that a run writes there"),
         ("a: {data: [x]}\n'a': {data: [y]}", "'a' names 2 jobs"),
         ("a: [", "cannot be read"),
     ],

@@ -114,6 +114,13 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
         ({"fp8_recipe": "rows"}, "fp8_recipe must be one of delayed, block, got 'rows'"),
         ({"fp8_recipe": "block", "fp8": False}, "fp8_recipe block is for a base in FP8"),
+        ({"weight_layout": "both", "fp8": False}, "weight_layout both is for a base in FP8: drop"),
+        ({"eager": True, "graphs": "step"}, "eager replays no graphs, and graphs step asks for"),
+        ({"eager": True, "graphs": "layer"}, "eager replays no graphs, and graphs layer asks for"),
+        (
+            {"fuse": True, "gradient_checkpointing": True},
+            "gradient_checkpointing recomputes whole layers, which are not fused then: drop it or --fuse",
+        ),
         ({"use_dora": True, "merge": "bf16"}, "use_dora does not go with merge"),
         ({"use_dora": True, "fuse": True}, "use_dora does not go with fuse"),
         ({"cp": 0}, "cp must be at least 1, got 0"),

@@ -10,7 +10,6 @@
 #include "device/ptx/shared_memory.h"
 #include "device/slices.h"
 #include "host/launch.h"
-#include "host/launch_cluster.h"
 #include "ops/lora_grad_a/params.h"
 #include "ops/lora_grad_a/rings.h"
 
@@ -375,11 +374,9 @@ void launch(const LoraGradAParams& params, const Grid& grid, bool finishes, cuda
   const auto slice_rows = static_cast<uint32_t>(grid.slice_rows);
   const dim3 blocks(static_cast<unsigned>(grid.strips), static_cast<unsigned>(grid.slices),
                     static_cast<unsigned>(grid.parts));
-  if (finishes) {
-    const Clusters clusters{blocks, dim3(1, blocks.y), kThreads, kBytes};
-    return launch_clusters(kernel, clusters, stream, params, slice_rows, true);
-  }
-  launch_kernel(kernel, blocks, kThreads, kBytes, stream, true, params, slice_rows, false);
+  LaunchShape shape{blocks, kThreads, kBytes, true};
+  if (finishes) shape.cluster = dim3(1, blocks.y);
+  launch_kernel(kernel, shape, stream, params, slice_rows, finishes);
 }
 
 template <typename T, Of kOf, Mask kMask>

@@ -273,17 +273,23 @@ def _completion(row: Row, template: bool) -> Completion | Chat:
 
 
 def _instruction(row: Row, template: bool) -> Completion | Chat:
-    """With a chat template, a chat of one question. Without one, the Alpaca prompt."""
+    """With a chat template, a chat of one question. Without one, the Alpaca prompt, which has no place for more."""
     value = row.value
     question = _string(row, value["instruction"], "instruction")
     more = _string(row, value.get("input") or "", "input")
     answer = _string(row, value["output"], "output")
+    history = _list(row, value["history"], "history") if value.get("history") else []
     if not template:
+        if lost := [key for key in ("system", "tools") if value.get(key)] + ["history"] * bool(
+            history
+        ):
+            raise RowError(
+                f'{row.where}: "{lost[0]}" has no place in the Alpaca prompt, which instructions get as the model\'s '
+                "tokenizer has no chat template: give one with --chat-template FILE"
+            )
         form = ALPACA_INPUT if more else ALPACA
         return Completion(row.where, form.format(instruction=question, input=more), answer)
-    before = [
-        turn for i, pair in enumerate(value.get("history") or []) for turn in _pair(row, pair, i)
-    ]
+    before = [turn for i, pair in enumerate(history) for turn in _pair(row, pair, i)]
     asked = f"{question}\n{more}" if more else question
     return _chat(row, [*before, *_turns(asked, answer)])
 
