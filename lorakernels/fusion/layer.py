@@ -379,10 +379,9 @@ def _check_call(
     for group in parts.groups:
         group.check_sequences(h)
     if not parts.spec.looks_back(layer):
-        name = parts.spec.attention
+        name, flag = parts.spec.attention, layer.get_submodule(parts.spec.attention).is_causal
         raise ValueError(
-            f"{name}.is_causal must be True in a fused layer, found "
-            f"{layer.get_submodule(name).is_causal!r}: unfuse the model first"
+            f"{name}.is_causal must be True in a fused layer, found {flag!r}: unfuse the model first"
         )
     if (dropout := parts.spec.drops(layer)) is not None:
         raise ValueError(
