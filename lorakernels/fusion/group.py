@@ -285,6 +285,7 @@ class FusedGroup:
         self.join()
         if len(self.members) == 1:
             return []
+        self._variant(self.first.training, self.adapted)  # its factors come from the host
         found = [(m._parameters["weight"], m._buffers["weight_scale_inv"]) for m in self.members]
         return [x for both in found for x in both if x is not None and both[1] is not None]
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lorakernels.graphs import StepGraph
+from lorakernels.graphs.replay.derived import renew_derived
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, fuse, merge_lora, unmerge_lora
@@ -174,6 +175,21 @@ def test_recapture_joins_what_was_moved(
         for index, (a, b) in enumerate(zip(run(), run.eager(), strict=True)):
             assert torch.equal(a, b), index
     assert run.graphs.phase == "replaying"
+
+
+def test_a_renewed_layer_asks_the_host_for_nothing(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole step is captured without a forward before it, and a capture refuses copies from pageable memory."""
+    run = Graphs(device, True)
+    convert(run)
+    renew_derived(run.model)
+
+    def factors(*_: object) -> None:
+        raise AssertionError("made by the forward that a capture records")
+
+    monkeypatch.setattr(FusedGroup, "_factors", factors)
+    loss_of(run.model, run.x, run.angles)
 
 
 def test_a_single_projection_derives_nothing() -> None:
