@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "device/fp8.h"
-
 #include <string>
 
 #include "bindings/register.h"
+#include "device/fp8.h"
 
 namespace lorakernels {
 namespace {

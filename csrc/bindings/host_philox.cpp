@@ -1,6 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "device/philox.h"
-
 #include <array>
 #include <stdexcept>
 #include <string>
@@ -8,6 +6,7 @@
 #include "bindings/register.h"
 #include "bindings/values.h"
 #include "device/dropout.h"
+#include "device/philox.h"
 
 namespace lorakernels {
 namespace {
