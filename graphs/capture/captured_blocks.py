@@ -152,8 +152,8 @@ class CapturedBlocks:
         for index, layer in enumerate(layers):
             now = plain_attributes(layer.module)
             attributes = unchanged_attributes(block.attributes[index], now)
+            derived = Derived([layer.module])  # first: the watch has the addresses that it leaves
             watch = LayerWatch(layer.name, layer.module, attributes, states)
-            derived = Derived([layer.module])
             for call in graphs.calls:
                 if call.layer == index:
                     call.prepare(watch, derived, graphs.backend.device.type)

@@ -95,12 +95,12 @@ class CapturedStep:
         before: Sequence[Attributes],
     ) -> None:
         """Take the present state of what the step uses as the expected one."""
+        self._derived = Derived(modules)  # first: watches have the addresses that it leaves
         for index, module in enumerate(modules):
             attributes = unchanged_attributes(before[index], plain_attributes(module))
             name = f"modules[{index}]"
             self._watches.append(LayerWatch(name, module, attributes, states if not index else {}))
             self.grads += [(f"{name}.{n}", p, p.grad) for n, p in module.named_parameters()]
-        self._derived = Derived(modules)
         for index, optimizer in enumerate(optimizers):
             self._watches.append(OptimizerWatch(NAME, f"optimizers[{index}]", optimizer))
 

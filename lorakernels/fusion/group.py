@@ -86,6 +86,8 @@ class FusedGroup:
 
     def check_sequences(self, h: Tensor) -> None:
         """ValueError if several adapters do not divide the sequences of h [B, T, K]."""
+        if not any("adapter_rows" in m.__dict__ for m in self.members):  # an AdapterBatch's
+            return
         for member in self.adapted[:1]:
             rows = rows_of_call(member)
             check_sequences(h, adapters_of(member.lora_A) if rows is None else len(rows.numbers))
@@ -281,7 +283,7 @@ class FusedGroup:
             return []
         if self._state_of_members() != self._seen:
             for member in self.members:
-                bring(member)
+                bring(getattr(member, "base", member))  # a PEFT layer's base
         self.join()
         if len(self.members) == 1:
             return []
@@ -435,11 +437,11 @@ class FusedGroup:
             return None
         whole = ops.transpose_fp8(self._weight)
         held = None if self._derived is None else self._derived.weight_t
-        at = {0 if m.weight_t is None else storage_of(m.weight_t) for m in self.members}
-        if held is not None and at == {storage_of(held)}:
-            return held.copy_(whole)
+        if held is not None and _form(held) == _form(whole):
+            whole = held.copy_(whole)  # captured graphs read it there
         for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
-            member.weight_t = part
+            if member.weight_t is None or storage_of(member.weight_t) != storage_of(whole):
+                member.weight_t = part
         return whole
 
     def _capturing(self) -> bool:

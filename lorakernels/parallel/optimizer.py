@@ -299,6 +299,7 @@ class ShardedAdamW(torch.optim.AdamW):
         for index, (p, state) in enumerate(states.items()):
             _check_state(index, p, state)
         super().load_state_dict({**state_dict, "state": {}})
+        self._compared = False  # each rank read a file of its own
         assert self._own is not None
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for bucket in self._buckets:

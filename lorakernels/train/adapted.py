@@ -101,9 +101,9 @@ def adapted_model(
         model, report = ranks.together(
             lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
         )
-    adapters = add_jobs(model, jobs) if jobs else None
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))
+    adapters = add_jobs(model, jobs) if jobs else None  # from here on a batch has rows of each job
     fused = fuse_layers(model, options, device)
     check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise
     sizes = sizes_of(model, options) if ranks.tp > 1 else None  # before the embedding is split

@@ -8,6 +8,7 @@ resumed run chooses the same where these and the number of GPUs are the same.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -58,14 +59,11 @@ def planned(
     config = read_config(Path(str(options.model)))
     batch = (options.batch_size, options.seq_len)
     try:
-        plan = ShardPlan.of(
-            config,
-            gpus.memory,
-            batch,
-            gpus.count,
-            lora=lora,
-            machine=gpus.machine,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "LoRAConfig.* matches no ")  # a line has said it
+            plan = ShardPlan.of(
+                config, gpus.memory, batch, gpus.count, lora=lora, machine=gpus.machine
+            )
     except (ValueError, TypeError) as error:
         raise OptionError(f"layout auto: {error}") from error
     for line in str(plan).splitlines()[:3]:

@@ -140,13 +140,8 @@ def _check_ends(options: FinetuneOptions) -> None:
         )
 
 
-def _check_runtime(options: FinetuneOptions) -> None:
-    on_device = options.memory_budget is None and options.save in ("full", "recompute")
-    if options.offload_activations and on_device and options.layout == "given":
-        raise OptionError(
-            f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
-        )
-    _check_recipe(options)
+def _check_effects(options: FinetuneOptions) -> None:
+    """Refuse an option that another one leaves without effect."""
     if options.fuse and options.gradient_checkpointing:
         raise OptionError(
             "gradient_checkpointing recomputes whole layers, which are not fused then: drop it or --fuse, or give "
@@ -160,6 +155,17 @@ def _check_runtime(options: FinetuneOptions) -> None:
         raise OptionError(
             f"weight_layout {options.weight_layout} is for a base in FP8: drop --weight-layout or --no-fp8"
         )
+
+
+def _check_runtime(options: FinetuneOptions) -> None:
+    on_device = options.memory_budget is None and options.save in ("full", "recompute")
+    if options.offload_activations and on_device and options.layout == "given":
+        raise OptionError(
+            f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
+        )
+    _check_recipe(options)
+    if not options.resume:  # a run that began before these were refused goes on as it began
+        _check_effects(options)
     if options.attention == "fp8" and options.isolate_documents:
         raise OptionError(
             "attention fp8 needs rows that are causal as a whole, which cuDNN's FP8 takes alone: give "

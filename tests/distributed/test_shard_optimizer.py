@@ -263,6 +263,10 @@ def numbers(rank: int, device: torch.device) -> dict[str, str]:
     found["before the first step"] = refused(optimizer.step)
     optimizer.max_grad_norm = None
     found["alike"] = refused(optimizer.step)
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 0.5 - 0.25 * rank
+    optimizer.load_state_dict(state)
+    found["loaded"] = refused(optimizer.step)
     return found
 
 
@@ -272,6 +276,7 @@ def test_numbers_that_differ_between_ranks_are_refused_on_all() -> None:
         "groups left": "1",
         "before the first step": "max_grad_norm must be the same on all ranks, found None on rank 0",
         "alike": "nothing",
+        "loaded": "lr of group 0 must be the same on all ranks, found 0.5 on rank 0 and 0.25 on rank 1",
     }
     for found in on("gloo", 2, numbers):
         assert found.keys() == expected.keys()

@@ -159,6 +159,16 @@ def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
         )
 
 
+def test_three_jobs_run(
+    cli: Cli, arguments: list[str], files: dict[str, Path], tmp_path: Path
+) -> None:
+    """The model is tried on two rows before it is trained, which no three adapters divide."""
+    three = {**files, "cat": files["dog"]}
+    given = [*arguments, "--jobs", jobs_file(tmp_path / "jobs.yaml", three), "--output", tmp_path]
+    assert cli(*given, "--steps", 1) == 0
+    assert adapters_in(tmp_path).keys() == three.keys()
+
+
 def test_jobs_in_another_order_are_not_resumed(
     cli: Cli,
     arguments: list[str],

@@ -155,6 +155,20 @@ def test_bad_values_are_named(changes: dict[str, object], message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fuse": True, "gradient_checkpointing": True},
+        {"eager": True, "graphs": "layer"},
+        {"weight_layout": "both", "fp8": False},
+    ],
+    ids=str,
+)
+def test_a_run_that_began_with_options_without_effect_goes_on(given: dict[str, object]) -> None:
+    """They may not change, or runtime.py's advice is to add `--eager`."""
+    assert resolve({**GIVEN, **given, "resume": True}, {}).resume
+
+
 def test_example_config_is_valid() -> None:
     path = Path(__file__).parents[2] / "examples" / "finetune.yaml"
     assert (
