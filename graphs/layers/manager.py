@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from ..capture.captured_blocks import CapturedBlocks
 from ..capture.managed_layers import ManagedLayers
 from ..compare.attributes import plain_attributes
+from ..device.backend import Backend
 from ..interface.errors import explain
 from ..interface.options import GraphOptions, check_choice
 from ..interface.report import Report
@@ -86,13 +86,16 @@ class GraphManager:
             fp8_state,
             self.rng_states,
             grads,
-            partial(options.make_backend, self.device),
+            self._make_backend,  # bound: layers that stay keep their manager by it
         )
         progress = IterationProgress(self.num_microbatches)
         self._blocks = CapturedBlocks(self._managed, progress, options.together)
         self.runner = BlockRunner(self._blocks, options, self.device.type)
         self._forwards: list[LayerForward] = []
         self._record()
+
+    def _make_backend(self) -> Backend:
+        return self.options.make_backend(self.device)
 
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
