@@ -62,6 +62,18 @@ class WithAdapter(nn.Module):
         return (y, *rest) if rest else y
 
 
+LLAMA: dict[str, Any] = {  # what te.TransformerLayer takes for a layer of Llama
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "self_attn_mask_type": "causal",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "bias": False,
+    "fuse_qkv_params": True,
+    "qkv_weight_interleaved": False,
+}
+
+
 class TePeer(LayerPeer):
     """`self.module(x, is_first_microbatch=…)` under TE's autocast."""
 
@@ -113,16 +125,9 @@ class TeLayer(TePeer):
             size.heads,
             num_gqa_groups=size.kv_heads,
             layernorm_epsilon=EPS,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            self_attn_mask_type="causal",
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
+            **LLAMA,
             params_dtype=self.case.x.dtype,
             attn_input_format="bshd",
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
             device=self.case.device,
         )
         self.load(layer)

@@ -23,7 +23,7 @@ from torch.distributed._functional_collectives import (
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import Spec, dtype_of, value
 from benchmarks.peers.te import autocast, te_or_unavailable
-from benchmarks.peers.te_layers import Adapter, WithAdapter
+from benchmarks.peers.te_layers import LLAMA, Adapter, WithAdapter
 from benchmarks.peers.training import IGNORE, P, Training, fill_adapters
 
 # The gathers of x and dy, and the sums of y and dx, run beside products. Nothing of a frozen weight's gradient does.
@@ -117,15 +117,8 @@ class TeTensor(Training):
             shape["num_attention_heads"],
             num_gqa_groups=shape["num_key_value_heads"],
             layernorm_epsilon=1e-5,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            self_attn_mask_type="causal",
-            normalization="RMSNorm",
-            activation="swiglu",
-            bias=False,
+            **LLAMA,
             params_dtype=dtype,
-            fuse_qkv_params=True,
-            qkv_weight_interleaved=False,
             set_parallel_mode=True,
             sequence_parallel=True,
             tp_group=self.group,

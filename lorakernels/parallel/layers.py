@@ -142,9 +142,7 @@ def sums_of_frozen(model: nn.Module, device: torch.device) -> dict[str, int]:
 def _sum_of_bits(x: Tensor) -> Tensor:
     """int64 [], modulo 2^64: of words of eight bytes, which a CPU adds seventy times as fast as bytes, and the rest."""
     raw = x.detach().contiguous().view(-1).view(torch.uint8)
-    if (
-        raw.storage_offset() % 8
-    ):  # words are read at their multiples; the same values have the same sum
-        raw = raw.clone()
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # a word is read at a multiple of its size
     words = len(raw) // 8 * 8
     return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)

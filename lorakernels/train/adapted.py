@@ -94,10 +94,8 @@ def adapted_model(
     layers = layer_mesh(ranks, device)
     read_sharded = mesh if layers is None else None  # parts of layers are sharded afterwards
     meshes = Meshes(read_sharded, None if shared is None else shared.mesh, layers)
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "LoRAConfig.* matches no "
-        )  # check_before_loading said it
+    with warnings.catch_warnings():  # check_before_loading has given this warning
+        warnings.filterwarnings("ignore", "LoRAConfig.* matches no ")
         model, report = ranks.together(
             lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
         )

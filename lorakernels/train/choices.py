@@ -114,7 +114,7 @@ def attention_backend(
         if takes_starts(decoder, weight) and mask is not None:
             asked = "packed"
         chosen = fused.report.backend_for(q, k, v, asked, longest)
-        if chosen[0] != "torch":
+        if chosen[0] != "torch":  # torch chooses among its kernels below
             return chosen
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q

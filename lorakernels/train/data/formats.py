@@ -280,9 +280,8 @@ def _instruction(row: Row, template: bool) -> Completion | Chat:
     answer = _string(row, value["output"], "output")
     history = _list(row, value["history"], "history") if value.get("history") else []
     if not template:
-        if lost := [key for key in ("system", "tools") if value.get(key)] + ["history"] * bool(
-            history
-        ):
+        given = {"system": value.get("system"), "tools": value.get("tools"), "history": history}
+        if lost := [key for key, content in given.items() if content]:
             raise RowError(
                 f'{row.where}: "{lost[0]}" has no place in the Alpaca prompt, which instructions get as the model\'s '
                 "tokenizer has no chat template: give one with --chat-template FILE"
