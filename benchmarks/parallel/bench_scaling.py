@@ -2,8 +2,10 @@
 """One model over several GPUs in each way that the package knows, beside what each GPU does alone in the same run.
 
     torchrun --nproc-per-node 2 benchmarks/parallel/bench_scaling.py --output DIR [--model 1b 70b --layers 8] [--ways …]
-    torchrun --nproc-per-node 8 benchmarks/parallel/bench_scaling.py --output DIR --model 70b --rows 8 \\
-        --ways dp sharded "tp 2" "tp 4 x cp 2" "cp 8"
+    PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 torchrun --nproc-per-node 8 benchmarks/parallel/bench_scaling.py \\
+        --output DIR --model 70b --rows 8 --ways dp sharded "tp 2" "tp 4 x cp 2" "cp 8"
+
+The variable leaves large blocks of memory whole, for all of 70B's layers, which fill a GPU.
 
 peers/models.py makes the models: Llama-2-70B at 8192 tokens, Llama-3.1-8B at 4096, Llama-3.2-1B at 1024. R = 16 on
 q, k, v, o. Ways:
@@ -19,7 +21,8 @@ q, k, v, o. Ways:
     Transformer Engine, overlap  the same with TE's user buffers, which exchange rows beside products
 
 Without a number, tp or cp takes all GPUs. The GPUs that a way leaves are replicas: they train on rows of their own, and
-average gradients. What layers keep for backward is the fastest that fits. Layers are replayed as graphs, but on a CPU.
+average gradients. What layers keep for backward is the fastest that fits. That fills the GPU, where large blocks of
+memory must not be split: hence the variable. Layers are replayed as graphs, but on a CPU.
 Variants follow a comma: "eager" replays nothing, "in turn" has no exchange of rows beside a product, "not fused" has
 the layers of transformers, without graphs, and "frozen" has no adapters but for one projection of the first layer.
 

@@ -51,6 +51,7 @@ from lorakernels.train.loop import Trainer
 from lorakernels.train.metrics import plot_losses
 from lorakernels.train.model import (
     check_directory,
+    keep_large_blocks_whole,
     load_tokenizer,
     pick_device,
     pick_dtype,
@@ -97,6 +98,8 @@ class Result:
 def finetune(options: FinetuneOptions) -> None:
     """Run ``lorakernels finetune --model`` on one process, or on each process that torchrun started."""
     output = Path(str(options.output))
+    if options.memory_budget is not None or options.layout == "auto":
+        keep_large_blocks_whole()
     device = pick_device(options.device, ranks_of_environment())
     with joined(device) as ranks, contextlib.ExitStack() as held:
         ranks.on_first(lambda: held.enter_context(locked(output)))

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from lorakernels import BlockScaling, LoRAConfig, ShardPlan
 from lorakernels.parallel.offload import divide
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layout import Gpus, planned
+from lorakernels.train.model import ALLOCATOR
 from lorakernels.train.option_sources import resolve
 from lorakernels.train.options import FinetuneOptions
 
@@ -139,3 +143,66 @@ def test_a_planned_run_on_this_gpu(cli, base_args, gpu_model, tmp_path, capsys) 
     found = run_planned(cli, run, tmp_path / "out")
     assert found["layout"] == "auto" and found["memory_budget"]
     assert "save full" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "before", "then"),
+    [
+        ({"layout": "auto"}, None, "max_split_size_mb:64"),
+        ({"memory_budget": 60.0}, None, "max_split_size_mb:64"),
+        ({"memory_budget": 60.0}, "expandable_segments:True", "expandable_segments:True"),
+        ({}, None, None),
+    ],
+    ids=["layout auto", "a budget", "the user's own", "neither"],
+)
+def test_layers_that_fill_a_gpu_find_large_blocks_whole(
+    asked: dict[str, object],
+    before: str | None,
+    then: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from lorakernels.train import job
+
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ALLOCATOR[0], before)
+    found = []
+
+    class Ended(Exception):
+        pass
+
+    def adapt(*_: object) -> None:
+        found.append(os.environ.get(ALLOCATOR[0]))
+        raise Ended
+
+    monkeypatch.setattr(job, "adapt", adapt)
+    # what is set is undone after the test, also where nothing was set before
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    with pytest.raises(Ended):
+        job.finetune(FinetuneOptions(output=str(tmp_path), device="cpu", **asked))  # type: ignore[arg-type]
+    assert found == [then]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_reads_the_allocator_s_variable_after_it_is_imported(device: str) -> None:
+    """In a process of its own, since a process reads it once."""
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings") and device == "cpu":
+        pytest.skip("this torch tells its allocator's settings on a GPU alone")
+    lines = (
+        "import torch",
+        "from lorakernels.train.model import keep_large_blocks_whole",
+        "keep_large_blocks_whole()",
+        "torch.cuda.is_available() and torch.cuda.device_count()",
+        "print(torch._C._accelerator_getAllocatorSettings())"
+        if device == "cpu"
+        else "torch.ones(1, device='cuda'); "
+        "found = torch.cuda.memory._snapshot()['allocator_settings']; "
+        "print('max_split_size_mb:%d' % (found['max_split_size'] >> 20))",
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}
+    found = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env=environment
+    )
+    assert found.stdout.strip() == "max_split_size_mb:64", found.stderr
