@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a model train over several GPUs as on one? Loss curves of the same steps in each layout, beside each other.
 
-    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300]
+    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300] [--run N]
 
 A Llama of the widths of Llama-3.2-1B learns this Python's sources byte by byte. Rank 0 trains it whole, and the others
 get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over decoder layers
@@ -20,7 +20,8 @@ On 8 ranks the layouts are tp 8, tp 4 x cp 2, tp 2 x cp 4, cp 8, tp 4 x dp 2, tp
 
 A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
 GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run. "held-out loss" is
-in nats per byte, after the last step.
+in nats per byte, after the last step. `--run` draws other weights, rows and masks. benchmarks/report/quality_ranks.py
+joins such runs: the mean of several tells a layout from dropout's masks, which alone make up to 0.3 % in one.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class Plan:
     base_lr: float = 4e-4
     lr: float = 4e-4
     held: int = 8  # rows of the second text
+    run: int = 0  # what is drawn differs by it: the base's weights, the order of rows, masks
+
+    def seed(self, what: int) -> int:
+        return 1000 * self.run + what
 
 
 PLANS = {
@@ -141,14 +146,14 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
     """Collective: a Llama that rank 0 trains whole on `rows`; frozen, in bf16 on a GPU and equal on all ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(plan.seed(0))
     config = LlamaConfig(
         vocab_size=VOCABULARY, max_position_embeddings=plan.length, use_cache=False, **plan.shape
     )
     model = LlamaForCausalLM(config).to(device)
     if dist.get_rank() == 0:
         optimizer = torch.optim.AdamW(model.parameters(), lr=plan.base_lr, weight_decay=0.0)
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(plan.seed(1))
         for step in range(plan.base_steps):
             ids = rows[torch.randint(len(rows), (plan.rows,), generator=generator)].to(device)
             optimizer.param_groups[0]["lr"] = plan.base_lr * rate(step, plan.base_steps)
@@ -173,13 +178,15 @@ def rate(step: int, steps: int) -> float:
 class Layout:
     """Adapters over a copy of a base, trained by the ranks of `way` together."""
 
-    def __init__(self, base: Any, way: Way, alone: Any, graphs: Any) -> None:
+    def __init__(self, base: Any, way: Way, plan: Plan, alone: Any, graphs: Any) -> None:
         self.model, self.way, self.replicas = copy.deepcopy(base), way, alone
         self.replica = dist.get_rank() // (way.tp * way.cp) if way.dp > 1 else 0
         device = next(self.model.parameters()).device
         seed = dist.get_rank() if way.name == OTHER else self.replica
-        torch.manual_seed(3)  # one value on all ranks: equal adapters, and masks of one state
-        self.rng = PhiloxState(11 + seed, device)
+        torch.manual_seed(
+            plan.seed(3)
+        )  # one value on all ranks: equal adapters, and masks of one state
+        self.rng = PhiloxState(plan.seed(11) + seed, device)
         config = LoRAConfig(
             r=RANK,
             lora_alpha=ALPHA,
@@ -301,10 +308,10 @@ def run(
     device = next(base.parameters()).device
     row: Row = {"way": way.name, "ranks": way.ranks}
     began = time.perf_counter()
-    layout = Layout(base, way, alone, graphs)
+    layout = Layout(base, way, plan, alone, graphs)
     held, data = text[: plan.held].to(device), text[plan.held :]
     before = layout.held_out(held)  # B = 0, so that all are the base's
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(plan.seed(2))
     order = torch.randint(len(data), (plan.steps, plan.rows), generator=generator)
     waiting: list[Tensor] = []
     for step in range(plan.steps):
@@ -360,6 +367,7 @@ def main() -> int:
     options.add_argument("--model", choices=list(PLANS), help='default: "1b", on a CPU "tiny"')
     options.add_argument("--layers", type=int, help="of the model")
     options.add_argument("--steps", type=int, help="of each way")
+    options.add_argument("--run", type=int, default=0, metavar="N", help="which weights and masks")
     options.add_argument("--eager", action="store_true", help="replay no layers")
     options.add_argument("--ways", nargs="+", metavar="WAY", help="beside one GPU; default: all")
     args, device = arguments(options)
@@ -368,7 +376,7 @@ def main() -> int:
         plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
         if args.layers:
             plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
-        plan = replace(plan, steps=args.steps or plan.steps)
+        plan = replace(plan, steps=args.steps or plan.steps, run=args.run)
         ways = {way.name: way for way in ways_of(dist.get_world_size(), plan.rows)}
         if unknown := {*(args.ways or ways)} - {*ways}:
             options.error(
