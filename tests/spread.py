@@ -54,13 +54,13 @@ class Run:
 
     file: Path
     log: Path
-    gpu: int | None
+    gpu: str | None
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         environment = dict(os.environ)
         if self.gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = str(self.gpu)
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpu
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -85,7 +85,15 @@ class Run:
         self.process.wait()
 
 
-def run_all(files: Sequence[Path], jobs: int, gpus: int, limit: float, logs: Path) -> list[str]:
+def gpus_of(count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES calls each of the `count` GPUs that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return given[:count] if len(given) >= count > 0 and given[0] else [str(n) for n in range(count)]
+
+
+def run_all(
+    files: Sequence[Path], jobs: int, gpus: Sequence[str], limit: float, logs: Path
+) -> list[str]:
     """The names of the files that failed, were ended, or did not begin. Prints what became of each."""
     waiting, running, bad = [*files], list[Run](), list[str]()
     end, started = time.monotonic() + limit, 0
@@ -94,9 +102,10 @@ def run_all(files: Sequence[Path], jobs: int, gpus: int, limit: float, logs: Pat
         while (waiting or running) and time.monotonic() < end:
             while waiting and len(running) < jobs:
                 file = waiting.pop(0)
-                one = not asks_for_several(file) and gpus > 1
+                one = not asks_for_several(file) and len(gpus) > 1
                 name = "_".join(_shown(file).split(os.sep))
-                running.append(Run(file, logs / f"{name}.log", started % gpus if one else None))
+                gpu = gpus[started % len(gpus)] if one else None
+                running.append(Run(file, logs / f"{name}.log", gpu))
                 started += one
             for run in list(running):
                 if run.process.poll() is not None:
@@ -139,14 +148,14 @@ def main() -> int:
     args = options.parse_args()
     import torch
 
-    gpus = torch.cuda.device_count()
+    gpus = gpus_of(torch.cuda.device_count())
     if not gpus:
         print("needs a CUDA GPU: torch finds none", file=sys.stderr)
         return 2
     files = files_of(args.places)
     with tempfile.TemporaryDirectory() as scratch:
         logs = args.logs or Path(scratch)
-        bad = run_all(files, args.jobs or 6 * gpus, gpus, args.limit_s, logs)
+        bad = run_all(files, args.jobs or 6 * len(gpus), gpus, args.limit_s, logs)
     print(f"{len(files)} files, {len(bad)} not passed", flush=True)
     return 1 if bad else 0
 

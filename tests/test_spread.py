@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import spread
-from tests.spread import files_of, run_all
+from tests.spread import files_of, gpus_of, run_all
 
 MARKED = "import os, time, pytest\npytestmark = pytest.mark.gpu\ndef test_it():\n    "
 FILES = {
@@ -40,7 +40,7 @@ def test_files_of_several_gpus_come_first_and_others_without_one_are_left_out(fo
 def test_what_fails_or_hangs_is_named_and_leaves_the_others_alone(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = run_all(files_of([folder]), 4, 2, 20.0, folder / "logs")
+    bad = run_all(files_of([folder]), 4, ["0", "1"], 20.0, folder / "logs")
     assert sorted(bad) == ["test_fails.py", "test_hangs.py"]
     said = capsys.readouterr().out
     assert "test_one.py: passed" in said and "test_all.py: passed" in said
@@ -49,6 +49,25 @@ def test_what_fails_or_hangs_is_named_and_leaves_the_others_alone(
 
 
 def test_what_has_no_time_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_all([folder / "test_one.py"], 1, 1, 0.0, folder / "logs") == ["test_one.py"]
+    assert run_all([folder / "test_one.py"], 1, ["0"], 0.0, folder / "logs") == ["test_one.py"]
     assert "test_one.py: not begun" in capsys.readouterr().out
     assert os.listdir(folder / "logs") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "names"),
+    [
+        (None, 2, ["0", "1"]),
+        ("4,5,6", 3, ["4", "5", "6"]),
+        ("4,nothing", 1, ["4"]),
+        ("", 0, []),
+    ],
+    ids=["all", "some", "one that is not there", "none"],
+)
+def test_a_file_sees_a_gpu_that_this_process_sees(
+    given: str | None, count: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert gpus_of(count) == names
