@@ -45,7 +45,7 @@ def asks_for(file: Path, *words: str) -> bool:
 
 
 def asks_for_several(file: Path) -> bool:
-    return asks_for(file, "device_count()", '"nccl"')
+    return asks_for(file, "device_count()", "backend_on_gpus", '"nccl"')
 
 
 @dataclass

@@ -16,7 +16,7 @@ FILES = {
     "test_one.py": "assert os.environ['CUDA_VISIBLE_DEVICES'] in '01'",
     "test_all.py": "# of device_count()\n    assert 'CUDA_VISIBLE_DEVICES' not in os.environ",
     "test_fails.py": "assert 1 == 2",
-    "test_hangs.py": "# of device_count()\n    time.sleep(99)",
+    "test_hangs.py": "# of backend_on_gpus(4)\n    time.sleep(99)",
 }
 
 
