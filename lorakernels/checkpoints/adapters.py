@@ -10,6 +10,7 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +52,7 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.parallel import PipelineParallel, comm
+from lorakernels.parallel import ContextParallel, PipelineParallel, comm
 from lorakernels.parallel.tensor_whole import Place, check_alike, group_of, places
 
 
@@ -142,15 +143,15 @@ def load_adapter(
     A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
     `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
     and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`. After
-    `parallelize` or `pipeline_parallel` every rank calls this, reads the files, and takes its part of each tensor, or
-    its stages' tensors.
+    `parallelize`, `pipeline_parallel` or `context_parallel` every rank calls this, reads the files, and takes its part
+    of each tensor, its stages' tensors, or all.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`. The message
             lists missing, unexpected, mis-shaped and mis-typed tensors, and adapters with inf or NaN. `model` is
             unchanged then. All ranks of a split model raise together, also where they read different files. So do all
-            ranks that have its stages, or share rows of these.
+            ranks that have its stages, or share its rows.
     """
     model, folder = _unwrap(model), Path(path)
     with _together(model):
@@ -168,22 +169,23 @@ def load_adapter(
 
 
 def _together(model: nn.Module) -> AbstractContextManager[None]:
-    """Collective at its end: what one rank raises inside is raised on all that hold parts or stages of `model`."""
-    stages = PipelineParallel.of(model)
-    return comm.together(group_of(model)) if stages is None else stages.together()
+    """Collective at its end: what one rank raises inside is raised on all of `_groups`."""
+    return comm.all_together(_groups(model))
+
+
+def _groups(model: nn.Module) -> list[Any]:
+    """Who hold parts or stages of `model`, and who share its rows."""
+    stages, context = PipelineParallel.of(model), ContextParallel.of(model)
+    held = group_of(model) if stages is None else stages.ranks.group
+    return [group for group in (held, context and context.ranks.group) if group is not None]
 
 
 def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> None:
-    """Collective: as `check_alike`, of all ranks that hold parts or stages of `model`, or share rows of these."""
-    stages = PipelineParallel.of(model)
-    if stages is None:
-        check_alike(group_of(model), tensors, what)
-        return
-    context = stages.context
-    with nullcontext() if context is None else context.together():
-        check_alike(stages.ranks.group, tensors, what)
-    if context is not None:
-        check_alike(context.ranks.group, tensors, what)
+    """Collective: as `check_alike`, of all ranks of `_groups`."""
+    groups = _groups(model)
+    for i, group in enumerate(groups):
+        with comm.all_together(groups[i + 1 :]):
+            check_alike(group, tensors, what)
 
 
 def _fitting(
@@ -215,6 +217,10 @@ def _fitting(
             if at:
                 raise ValueError(
                     "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
+                )
+            if ContextParallel.of(model) is not None:  # new layers would draw masks of whole rows
+                raise ValueError(
+                    "its rows are shared by ranks and it has no adapter: load before context_parallel"
                 )
             expected = expected_slots(model, config)
             promised = []  # `expected` has them
@@ -290,7 +296,7 @@ def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:
 
 @torch.no_grad()
 def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    """Copy all values or none, on all ranks of a model that is split or cut into stages.
+    """Copy all values or none, on all ranks of a model that is split, cut into stages, or has its rows shared.
 
     The old values are kept on the host and copied back if an exception occurs.
     """

@@ -33,6 +33,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
 from lorakernels.modules.lora import LoRALinear, rows_of_call
 from lorakernels.modules.projections import is_active
+from lorakernels.numerics.renewed import form_of, renewed
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
@@ -370,6 +371,7 @@ class FusedGroup:
                 for parameter in own:
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
+                member.weight_t = None  # a view of the joined one
                 member.renew_weight_t()
         self._forget()
 
@@ -414,7 +416,7 @@ class FusedGroup:
         """Take new derived tensors. If shapes, dtypes and devices are the old ones, copy the values into the old
         tensors: captured graphs read them at their addresses."""
         before = self._derived
-        if before is None or [_form(t) for t in before] != [_form(t) for t in derived]:
+        if before is None or [form_of(t) for t in before] != [form_of(t) for t in derived]:
             self._derived, self._variants = derived, {}
             return
         # one member: the scales and Wᵀ are its own tensors, and the multiplier stays 1
@@ -435,10 +437,8 @@ class FusedGroup:
             return None
         if self.first.weight_scale_inv is None:
             return None
-        whole = ops.transpose_fp8(self._weight)
         held = None if self._derived is None else self._derived.weight_t
-        if held is not None and _form(held) == _form(whole):
-            whole = held.copy_(whole)  # captured graphs read it there
+        whole = renewed(held, ops.transpose_fp8(self._weight))
         for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
             if member.weight_t is None or storage_of(member.weight_t) != storage_of(whole):
                 member.weight_t = part
@@ -491,7 +491,3 @@ class FusedGroup:
 def _is_zero(raw: Tensor) -> Tensor:
     """bool []: whether all e4m3 bytes are 0 or −0 (0x80). The bytes are not copied."""
     return (raw.view(torch.int8).max() <= 0) & (raw.max() <= 0x80)
-
-
-def _form(x: Tensor | None) -> tuple[Any, ...] | None:
-    return None if x is None else (x.shape, x.dtype, x.device)

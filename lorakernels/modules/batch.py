@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.adapter_rows import AdapterRows, Alone, CallRows
+from lorakernels.modules.batch_input import ask_inputs
 from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import initial_of
@@ -270,8 +271,9 @@ def batch_adapters(
     """Give every LoRALinear of `model` an adapter for each of `names`, in place of the one that it has.
 
     The rows of a forward, which J = len(names) has to divide, belong to the adapters in this order, as many to each.
-    A model whose first dimension is the batch takes J sequences, or J times as many: a layer refuses any other number
-    by a ValueError. Documents packed into one row are refused, too: pack them into a row for each adapter.
+    A model whose first dimension is the batch takes J sequences, or J times as many: it refuses any other number by a
+    ValueError, also where its layers get flat rows. Documents packed into one row are refused, too: pack them into a
+    row for each adapter. A block that is called by itself, outside of `model`, checks what its layers can see.
 
     Each new adapter starts as `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's
     scaling.
@@ -301,7 +303,9 @@ def batch_adapters(
         for factor, value in zip(FACTORS, made[path], strict=True):
             grad = getattr(layer, factor).requires_grad
             setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
-    return AdapterBatch(layers, tuple(names), own)
+    batch = AdapterBatch(layers, tuple(names), own)
+    ask_inputs(model, layers)
+    return batch
 
 
 @torch.no_grad()

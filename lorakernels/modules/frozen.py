@@ -30,6 +30,7 @@ from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, quantize_weight, take_weight
 from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.renewed import renewed
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Handle, Numbers
 from lorakernels.values import Weight
@@ -394,8 +395,7 @@ class FrozenFP8Linear(nn.Module):
             self.renew_weight_t()
 
     def renew_weight_t(self) -> None:
-        """Make the transposed copy anew, in new memory. Call it after the weight's memory was written or replaced.
-
+        """Make the transposed copy anew, in its memory if that fits. Call it after the weight was written or replaced.
         Without weight_layout="both" there is none.
 
         Raises:
@@ -408,7 +408,7 @@ class FrozenFP8Linear(nn.Module):
                 f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
                 "copy, found a sharded one; use 'single' with FSDP2"
             )
-        self.weight_t = ops.transpose_fp8(self.stored.detach())
+        self.weight_t = renewed(self.weight_t, ops.transpose_fp8(self.stored.detach()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenFP8Linear:
         scale_inv = self.weight_scale_inv

@@ -27,10 +27,15 @@ def check_segments(name: str, factor: Tensor | None, rows: int) -> None:
 def check_sequences(x: Tensor, adapters: int) -> None:
     """ValueError if a sequence of x [B, T, …] would have two adapters. Rows [M, K] have no sequences to check."""
     if adapters and x.dim() > 2 and x.shape[0] % adapters:
-        raise ValueError(
-            f"{adapters} adapters must divide the sequences, found {x.shape[0]} in x {list(x.shape)}: one would be cut "
-            "between two adapters"
-        )
+        raise cut_sequence(x, adapters)
+
+
+def cut_sequence(x: Tensor, adapters: int) -> ValueError:
+    """The error of an x [B, …] of B sequences that `adapters` do not divide."""
+    return ValueError(
+        f"{adapters} adapters must divide the sequences, found {x.shape[0]} in x {list(x.shape)}: one would be cut "
+        "between two adapters"
+    )
 
 
 def segments(x: Tensor, adapters: int) -> Tensor:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol
@@ -130,6 +130,19 @@ def together(group: Any) -> Iterator[None]:
     for rank, text in enumerate(said):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
+
+
+@contextmanager
+def all_together(groups: Iterable[Any]) -> Iterator[None]:
+    """Collective at its end, over each of `groups` in turn: an exception inside, on one rank, is raised on all.
+
+    The groups are dimensions of one mesh, so that what all hear in one of them is told in the next. None is a group of
+    one. Errors are those of `together`.
+    """
+    with ExitStack() as stack:
+        for group in reversed([*groups]):
+            stack.enter_context(together(group))
+        yield
 
 
 class Told(ValueError):

@@ -67,8 +67,9 @@ class PipelineParallel:
         microbatches: how many parts the rows of a step are cut into.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
         loss_chunk: number of tokens whose logits exist at the same time.
-        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and have one form. Where
-            ranks share rows, `ContextParallel.checks_places` says so.
+        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and have one form, and
+            whether their layers can run. Where ranks share rows, `ContextParallel.checks_places` says so of
+            `forward_backward` and `loss`, and this of `run`.
         offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
             torch's CPU generator has before the step. Replayed layers keep that of their capture. So advance `offsets`
             by the microbatches after each step: the pipeline does not, and masks would repeat.
@@ -106,13 +107,10 @@ class PipelineParallel:
         """Whether this rank is the first of those that have a stage, or share its rows."""
         return self.ranks.rank == 0 and (self.context is None or self.context.ranks.rank == 0)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """Collective at its end: what one rank raises inside is raised on all that have a stage, or share its rows."""
-        context = self.context
-        shared = nullcontext() if context is None else context.together()
-        with shared, comm.together(self.ranks.group):
-            yield
+        rows = None if self.context is None else self.context.ranks.group
+        return comm.all_together((self.ranks.group, rows))
 
     @property
     def layers(self) -> dict[str, nn.Module]:
@@ -251,21 +249,24 @@ class PipelineParallel:
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         context, ranks, group = self.context, 1, self.ranks.group
-        device, dtype = self._sent()
-        how = f"{dtype} on {device.type}, training {self.model.training}"
-        asked = Asked(labels, items, inputs, trains, how)
+        asked = Asked(labels, items, inputs, trains, self._how())
+
+        def check() -> None:
+            check_inputs(asked, self.microbatches, context is not None)
+            self._refuse()
+
         if context is not None:
             together = self.together if context.checks_places else nullcontext
-            inputs = own_inputs(context, group, together, asked, self.microbatches)
+            inputs = own_inputs(context, group, together, asked, check)
             ranks = context.ranks.size
         elif self.checks_inputs:
-            check_agreed(comm.on_host(group, device), asked, self.microbatches)
+            check_agreed(self._groups(), asked, check)
         else:
-            check_inputs(asked, self.microbatches, False)
+            check()
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
         wanted = wanted if context is None else context.shard(wanted)
-        return self.run(microbatches_of(wanted, inputs, self.microbatches, ranks), count, trains)
+        return self._run(microbatches_of(wanted, inputs, self.microbatches, ranks), count, trains)
 
     def run(
         self,
@@ -286,9 +287,24 @@ class PipelineParallel:
 
         Raises:
             RuntimeError: as `forward_backward` does.
+            ValueError: ranks have rows of other shapes or other modes, or another rank raised.
         """
+        if self.checks_inputs:
+            rows = [list(each.tokens.shape) for each in microbatches]
+            asked = f"backward {trains}; {self._how()}; microbatches of {rows}"
+            check_agreed(self._groups(), asked, self._refuse)
+        else:
+            self._refuse()
+        return self._run(microbatches, items, trains, begins)
+
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        items: Any,
+        trains: bool,
+        begins: Callable[[], None] | None = None,
+    ) -> Tensor:
         device = next(self.model.parameters()).device
-        self._refuse(device)
         tokens = torch.cat([each.tokens for each in microbatches])
         schedule = self._schedule(tokens, trains, device)
         at = torch.arange(self.microbatches)
@@ -339,7 +355,21 @@ class PipelineParallel:
         layer = self.model.get_submodule(self._own[0].own[0])
         return next(self.model.parameters()).device, dtype_of(layer)
 
-    def _refuse(self, device: torch.device) -> None:
+    def _how(self) -> str:
+        """What of this rank's model must be as on the other ranks of a step, in words."""
+        device, dtype = self._sent()
+        return f"{dtype} on {device.type}, training {self.model.training}"
+
+    def _groups(self) -> dict[str, Any]:
+        """Collective at its first call: {whom it has: a group of gloo's}, of ranks that must agree on a step."""
+        device = next(self.model.parameters()).device
+        groups = {"have stages": comm.on_host(self.ranks.group, device)}
+        if self.context is not None:
+            groups["share rows"] = comm.on_host(self.context.ranks.group, device)
+        return groups
+
+    def _refuse(self) -> None:
+        device = next(self.model.parameters()).device
         if torch.compiler.is_compiling():
             raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

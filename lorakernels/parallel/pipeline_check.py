@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -207,26 +207,40 @@ def check_inputs(asked: Asked, microbatches: int, shared: bool) -> None:
         raise ValueError(NO_MASK)
 
 
-def check_agreed(group: Any, asked: Asked, microbatches: int) -> None:
-    """Collective over a group of gloo's: `check_inputs` of whole rows, on all ranks.
+def check_agreed(groups: Mapping[str, Any], asked: object, check: Callable[[], None]) -> None:
+    """Collective over each of `groups` in turn: `check` on all ranks, which are asked for the same.
 
-    A rank that raised alone, and went on, would meet the others' next step. One exchange on the host tells all.
+    A rank that raised alone, and went on, would meet the others' next step. One exchange a group, on the host, tells
+    all. The first group is of ranks that have stages. The next one, if any, is of those that share their rows.
+
+    Args:
+        groups: {whom it has, for the message: a group of gloo's}.
+        asked: what this rank is asked for. `str` makes words of it, after `check`.
+        check: raises if this rank cannot do it.
 
     Raises:
         ValueError: ranks are asked for something else, or another rank raised.
-        TypeError, RuntimeError: as `check_inputs` does.
+        Exception: what `check` raises.
     """
     error: Exception | None = None
+    mine: tuple[int, ...] | None = None
     try:
-        check_inputs(asked, microbatches, False)
+        check()
+        mine = (zlib.crc32(str(asked).encode()),)
     except Exception as found:  # any: the other ranks wait below
         error = found
-    if comm.alike(group, 1, None if error else (zlib.crc32(str(asked).encode()),)):
+    for group in groups.values():
+        if not comm.alike(group, 1, mine):
+            mine = None  # which the next group hears
+    if mine is not None:
         return
-    with comm.together(group):
+    with comm.all_together(groups.values()):
         if error is not None:
             raise error
-    check_forms(comm.agree(group, str(asked)), "have stages")
+    forms = {whose: comm.agree(group, str(asked)) for whose, group in groups.items()}
+    with comm.all_together(groups.values()):
+        for whose, said in forms.items():
+            check_forms(said, whose)
 
 
 def check_forms(forms: list[str], whose: str) -> None:
@@ -260,7 +274,7 @@ def own_inputs(
     stages: Any,
     together: Callable[[], AbstractContextManager[None]],
     asked: Asked,
-    microbatches: int,
+    check: Callable[[], None],
 ) -> dict[str, Any]:
     """This rank's part of rows that ranks share. Collective if `context.checks_places`.
 
@@ -268,14 +282,15 @@ def own_inputs(
         context: the ranks that share rows.
         stages: the group of ranks that have stages.
         together: collective at its end, where what one rank raises inside is raised on all.
-        asked, microbatches: as `check_inputs` takes them.
+        asked: what this rank is asked for.
+        check: raises if this rank cannot do it.
 
     Raises:
-        ValueError: ranks are asked for something else; or as `check_inputs` and `ContextParallel.loss`.
+        ValueError: ranks are asked for something else; or as `check` and `ContextParallel.loss`.
         TypeError, RuntimeError: as these do.
     """
     with together():
-        check_inputs(asked, microbatches, True)
+        check()
         own = context.own_inputs(asked.labels, asked.inputs)
     forms: dict[str, list[str]] = {}
     if context.checks_places:

@@ -13,26 +13,35 @@ from torch import Tensor
 from torch.nn import Parameter
 
 PLAIN = (Tensor, Parameter)
-# Why the ops ran, for reports.
-WATCHED = "on a CPU, or watched by a mode, hook, profiler or checkpoint"
-NOT_PLAIN = "no FP8 weight, or tensors of other classes"
-OVER_RANKS = "split over ranks"
 _allowed = True
+_lacking: list[str] = []
 
 
-def _always(*_: Any) -> bool:
-    return True
+def _asked(name: str) -> Any:
+    """A function of torch._C by its path; None, and noted in `_lacking`, where this torch has none."""
+    found: Any = torch._C
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        _lacking.append(f"torch._C.{name}")
+    return found
 
 
 # What is true of a call that somebody watches or changes. Where this torch lacks a name, no call may go by a plan.
-_dispatches: Any = getattr(torch._C, "_len_torch_dispatch_stack", _always)
-_functions: Any = getattr(torch._C, "_len_torch_function_stack", _always)
-_transforms: Any = getattr(torch._C, "_are_functorch_transforms_active", _always)
-_traces: Any = getattr(torch._C, "_get_tracing_state", _always)
-_profiles: Any = getattr(torch._C._autograd, "_profiler_enabled", _always)
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _always)
+_dispatches = _asked("_len_torch_dispatch_stack")
+_functions = _asked("_len_torch_function_stack")
+_transforms = _asked("_are_functorch_transforms_active")
+_traces = _asked("_get_tracing_state")
+_profiles = _asked("_autograd._profiler_enabled")
+_hooks = _asked("_autograd._top_saved_tensors_default_hooks")
 _is_compiling = torch.compiler.is_compiling
 _EVAL_FRAME = torch._C._dynamo.eval_frame
+# Why the ops ran, for reports.
+WATCHED = "on a CPU, or watched by a mode, hook, profiler or checkpoint"
+if _lacking:
+    WATCHED = f"torch {torch.__version__} has no {', '.join(_lacking)}"
+NOT_PLAIN = "no FP8 weight, or tensors of other classes"
+OVER_RANKS = "split over ranks"
 
 
 def counted(ways: Iterable[str]) -> str:
@@ -54,7 +63,7 @@ def is_plain() -> bool:
 
     torch.utils.checkpoint without reentrance has such hooks.
     """
-    if _is_compiling() or not _allowed or _dispatches() or _transforms() or _profiles():
+    if _is_compiling() or _lacking or not _allowed or _dispatches() or _transforms() or _profiles():
         return False
     if _traces() is not None:
         return False

@@ -30,6 +30,7 @@ from lorakernels.parallel import (
 )
 from lorakernels.parallel import pipeline_stages as stages
 from lorakernels.parallel.context_rows import FirstRows
+from lorakernels.parallel.pipeline_stages import microbatches_of, shifted
 from tests.distributed.pipeline_models import (
     LENGTH,
     STEPS,
@@ -41,6 +42,7 @@ from tests.distributed.pipeline_models import (
     train,
 )
 from tests.distributed.test_pipeline import refused
+from tests.distributed.test_pipeline_inputs import another_forward_on
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import FP32, LINEARS, exact, fp8_state
 from tests.graphs.layers import managed
@@ -298,6 +300,15 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["positions on one rank"] = refused(
         lambda: cut.loss(labels, input_ids=tokens, position_ids=places if last else None)
     )
+    wanted = context.shard(shifted(labels))
+    rows = microbatches_of(wanted, {n: context.shard(x) for n, x in inputs.items()}, 2, 2)
+    another_forward_on(rank, 3, cut)
+    context.checks_places = False  # as in finetune, whose rows are right
+    found["another forward on one rank"] = refused(lambda: cut.run(rows, 3, True))
+    context.checks_places = True
+    found["another forward in a step"] = refused(lambda: cut.forward_backward(labels, **inputs))
+    for layer in cut.layers.values():
+        vars(layer).pop("forward", None)
     found["right"] = refused(lambda: cut.forward_backward(labels, **inputs))
     context.close()
     whole = make(way, device)
@@ -323,6 +334,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "other rows on one rank": "must run a step of equal rows and options, found by rank [",
         "length on one rank": "rows over 2 ranks must have a positive multiple of 4 tokens, found (4, 10)",
         "positions on one rank": "must run a step of equal rows and options, found by rank [",
+        "another forward on one rank": "model.layers.2 is compiled since it was cut",
+        "another forward in a step": "model.layers.2 is compiled since it was cut",
         "right": "nothing",
         "closed": "nothing",
         "as before": "True",

@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lorakernels.parallel import comm, pipeline_parallel
+from lorakernels.parallel import Microbatch, PipelineParallel, comm, pipeline_parallel
+from lorakernels.parallel.head import IGNORE
+from lorakernels.parallel.pipeline_stages import microbatches_of, shifted
 from tests.distributed.pipeline_models import Way, batch, make, step_alone
+from tests.distributed.test_pipeline import refused
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -99,6 +102,53 @@ def test_a_step_that_one_rank_cannot_run_is_refused_on_all() -> None:
             ahead = "" if rank or said == FORM else "rank 1: "
             assert found[name].startswith(ahead + said), (rank, name, found[name])
         for name in ("first", "next", "last", "unchecked"):
+            assert found[name] is True, (rank, name)
+
+
+def another_forward_on(rank: int, last: int, cut: PipelineParallel) -> None:
+    """Rank `last` alone has a layer with a forward of its own, which no stage runs."""
+    layer = cut.model.get_submodule(cut.stages[cut.ranks.rank][0])
+    if rank == last:
+        vars(layer)["forward"] = layer.forward
+
+
+def runs(rank: int, device: torch.device) -> dict[str, Any]:
+    """What ranks hear of layers and rows that `run` refuses on rank 1 alone, and whether a right run follows."""
+    way = Way("", microbatches=2)
+    model, whole = make(way, device), make(way, device)
+    cut = pipeline_parallel(model, mesh_of_impatient_ranks(), microbatches=2)
+    labels, inputs = batch(0, way, device)
+    expected = step_alone(whole, labels, inputs, way)
+    wanted = shifted(labels)
+    rows = microbatches_of(wanted, inputs, 2)
+    items = (wanted != IGNORE).sum()
+    short = [Microbatch(x[:, :10], y[:, :10], {}) for x, y, _ in rows] if rank else rows
+    found: dict[str, Any] = {"first": bool(cut.run(rows, items, True) == expected)}
+    found["shorter rows"] = refused(lambda: cut.run(short, items, True))
+    found["no backward"] = refused(lambda: cut.run(rows, items, not rank))
+    another_forward_on(rank, 1, cut)
+    found["forward of a run"] = refused(lambda: cut.run(rows, items, True))
+    found["forward of a step"] = refused(lambda: cut.forward_backward(labels, **inputs))
+    for layer in cut.layers.values():
+        vars(layer).pop("forward", None)
+    found["last"] = bool(cut.run(rows, items, True) == expected)
+    cut.checks_inputs = False
+    with patch.object(comm, "alike") as asked:
+        found["unchecked"] = bool(cut.run(rows, items, True) == expected)
+    asked.assert_not_called()
+    return found
+
+
+def test_a_run_that_one_rank_refuses_is_refused_on_all() -> None:
+    """`finetune` cuts its rows itself, and calls `run`."""
+    own = "model.layers.2 is compiled since it was cut: stages run eagerly, or by GraphManager"
+    for rank, found in enumerate(on_ranks(runs, 2, "gloo")):
+        heard = f"RuntimeError: {own}" if rank else f"ValueError: rank 1: {own}"
+        for name in ("forward of a run", "forward of a step"):
+            assert found[name] == heard, (rank, name)
+        for name in ("shorter rows", "no backward"):
+            assert found[name].startswith(f"ValueError: {FORM}"), (rank, name, found[name])
+        for name in ("first", "last", "unchecked"):
             assert found[name] is True, (rank, name)
 
 

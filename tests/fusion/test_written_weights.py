@@ -130,15 +130,16 @@ def write_a_weight(run: Graphs) -> None:
         largest.stored.zero_()
 
 
+@pytest.mark.parametrize("layout", ["single", "both"])
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "step"])
 @pytest.mark.parametrize(
     "write", [merge_and_unmerge, load_another_base, write_a_scale, write_a_weight]
 )
 def test_a_replay_reads_what_was_written(
-    device: torch.device, write: Callable[[Graphs], None], whole: bool
+    device: torch.device, write: Callable[[Graphs], None], whole: bool, layout: str
 ) -> None:
     """Scales by column, multipliers and factors are derived from the weights; no eager forward renews them here."""
-    run = Graphs(device, whole)
+    run = Graphs(device, whole, layout)
     for _ in range(2):  # the second write finds what the first has renewed
         write(run)
         before = getattr(run.graphs, "replayed", 0)

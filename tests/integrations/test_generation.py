@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.lib.generation import repeatable_attention
-from lorakernels import BlockScaling, DelayedScaling
+from lorakernels import BlockScaling, DelayedScaling, batch_adapters
 from lorakernels.integrations import generation
 from lorakernels.integrations.generation import graphed_generation
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, tokens
@@ -131,6 +131,18 @@ def test_a_model_inside_of_peft_s(stand: Stand) -> None:
     expected = said(model, x)
     with graphed_generation(model):
         assert torch.equal(said(model, x), expected)
+    assert stand.captures == 1 and stand.replays == 5
+
+
+def test_a_model_of_several_adapters(stand: Stand) -> None:
+    """Before a forward it looks at the number of sequences, which is the graph's own."""
+    model, x = model_of(fused=False), tokens(2, 5)
+    batch_adapters(model, ["a", "b"])
+    expected = said(model, x)
+    with graphed_generation(model):
+        assert torch.equal(said(model, x), expected)
+        with pytest.raises(ValueError, match="2 adapters must divide the sequences, found 1"):
+            said(model, x[:1])
     assert stand.captures == 1 and stand.replays == 5
 
 

@@ -102,6 +102,25 @@ def test_the_second_copy_is_made_by_the_op():
     assert torch.equal(layer.weight_t, layer.stored.t()) and layer.weight_t.is_contiguous()
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_the_second_copy_keeps_its_memory(mode):
+    """Captured graphs read it at its address. Autograd may save what was written in torch's inference mode."""
+    layer, other = make(layout="both"), make(layout="both")
+    held, at = layer.weight_t, layer.weight_t.data_ptr()
+    for write in (layer.merge, layer.unmerge, lambda: layer.load_state_dict(other.state_dict())):
+        before = layer.stored.clone()
+        with mode():
+            write()
+        assert not torch.equal(layer.stored, before)
+        assert layer.weight_t is held and held.data_ptr() == at
+        assert torch.equal(held, layer.stored.t())
+    layer(torch.randn(6, 24, requires_grad=True)).sum().backward()
+    with torch.inference_mode():
+        layer.weight_t = layer.weight_t.clone()
+    layer.merge()
+    assert not layer.weight_t.is_inference() and torch.equal(layer.weight_t, layer.stored.t())
+
+
 @pytest.mark.gpu
 def test_to_device_moves_everything():
     layer = make(layout="both").cuda()

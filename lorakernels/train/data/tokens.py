@@ -6,9 +6,10 @@
     <cache>/<key>/trained.bin   uint8 [n_tokens]             1 where a token is trained; absent if all are
     <cache>/<key>/meta.json     counts and SHA-256 of the files, written last
 
-``key`` hashes the bytes of the data files, the tokenizer, the special tokens, the chat template and the rules.
-Changed inputs therefore never find old tokens. One process writes, under a lock, while others wait. The directory is
-written under another name, synced and renamed, so it is complete or absent.
+``key`` hashes the bytes of the data files, the tokenizer, the special tokens, the chat template, the rules and
+VERSION. Changed inputs therefore never find old tokens, nor those that an earlier version made of them. One process
+writes, under a lock, while others wait. The directory is written under another name, synced and renamed, so it is
+complete or absent.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 from lorakernels.train.manifest import entry_of
 
-FORMAT = 2
+# Of these files, and of how sources.py, formats.py and encode.py make tokens of rows, or refuse them. Without a chat
+# template version 2 left out the "system", "tools" and "history" of instructions.
+VERSION = 3
 Spans = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -140,7 +143,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 
 def cache_key(sources: Sequence[Source], tokenizer: Any, rules: Rules = Rules()) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {rules} {tokenizer_fingerprint(tokenizer)}".encode())
+    digest = hashlib.sha256(f"{VERSION} {rules} {tokenizer_fingerprint(tokenizer)}".encode())
     for source in sources:
         digest.update(f"|{source.entry}|{kind_of(source.path)}|".encode())
         for path in _parts(source.path):
