@@ -22,7 +22,7 @@ from lorakernels import LoRAConfig
 from lorakernels.fusion.memory import SAVE, LayerSize, kept_bytes
 from lorakernels.parallel import context_parallel, parallelize
 from lorakernels.parallel.plan import ShardPlan, predict
-from lorakernels.parallel.plan_machine import MACHINES
+from lorakernels.parallel.plan_machine import MACHINES, Machine
 from lorakernels.parallel.plan_memory import Placement, kept_of, saves_within
 from lorakernels.parallel.plan_size import ModelSize
 from lorakernels.parallel.plan_tensor import rows_exchanged
@@ -152,12 +152,19 @@ class Layout(Ours):
     def budget(self, model: Any) -> int:
         """What `fuse` takes to keep what the plan chooses. It counts parts of layers as if they had all rows."""
         size, own = self.whole_size, self.whole_size.over(self.way.tp)
-        room = self.room(own.trained) - rows_exchanged(own, self.batch, MACHINES["H200"])
+        room = self.room(own.trained) - rows_exchanged(own, self.batch, self.machine)
         saves = saves_within(size, self.batch, room, SAVE)
         if saves is None:
             raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
         counted = [LayerSize.of(layer, True) for layer in model.model.layers]
         return kept_bytes(counted, saves, self.tokens, dtype_of(self.device).itemsize)
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The plan's rates for these GPUs; an H200's for CPUs."""
+        on_gpu = self.device.type == "cuda"
+        known = not on_gpu or "H200" in torch.cuda.get_device_name(self.device)
+        return MACHINES["H200" if known else "H100-80GB"]
 
     @cached_property
     def whole_size(self) -> ModelSize:
@@ -247,11 +254,10 @@ class Layout(Ours):
         if self.device.type != "cuda" or "in turn" in self.way.variants or self.graphs is None:
             return None
         ranks = dist.get_world_size()
-        name = "H200" if "H200" in torch.cuda.get_device_name(self.device) else "H100-80GB"
         placement = Placement(ranks if self.way.sharded else 1)
         gpus = 1 if self.way.alone else ranks
         size = self.whole_size
-        return predict(size, self.batch, MACHINES[name], gpus, placement, self.saves)
+        return predict(size, self.batch, self.machine, gpus, placement, self.saves)
 
     def outside(self) -> int:
         """Bytes on this GPU that torch's allocator does not count: shards that other ranks read."""
