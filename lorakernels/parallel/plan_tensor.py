@@ -11,8 +11,8 @@ and out of each GPU, at the links' rate. What is beside a product is as in tenso
     sum      rows of others are multiplied first; each part goes while the next is computed, the own rows' last
 
 A product in pieces takes more rounds of tiles. Rows travel beside it where `parallelize` lets them, by its own rule.
-What comes and goes also moves bytes in the GPU's own memory, as the gathers of a sharded base do. A wait for the
-others' signals counts as a kernel, and so does each copy.
+What comes and goes also moves bytes in the GPU's own memory, as the gathers of a sharded base do. In turn, a wait for
+the others' signals counts as a kernel, and so does each copy. Beside a product all of these take what that rule has.
 """
 
 from __future__ import annotations
@@ -110,7 +110,10 @@ def _in_turn(each: Exchange, size: LayerSize, batch: Batch, machine: Machine) ->
 
 
 def _beside(each: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
-    """The product in pieces. Copy engines read and write the GPU's memory meanwhile."""
+    """The product in pieces. Copy engines read and write the GPU's memory meanwhile.
+
+    Launches, signals and small copies take START, as in the rule by which rows travel beside products.
+    """
     rate = machine.fp8_backward if each.product.backward else machine.fp8_forward
     n, k, m = each.product.cols, each.product.depth, batch.tokens
     whole = gemm_seconds((m, n, k), rate, machine.processors)
@@ -122,20 +125,17 @@ def _beside(each: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> 
     sent, own = each.sent(batch), batch.rows * each.width * each.element
     piece = gemm_seconds((batch.rows, n, k), rate, machine.processors)
     copy = own / machine.peer + KERNEL
-    local, barriers = 2 * sent, 2
+    local = 2 * sent
     if each.element == 1:
         waits = max(0.0, (batch.tp - 1) * copy - piece)
-        kernels = 3 * bool(each.rank) + 2 * bool(each.totals)
     else:
         gone = 0.0
         for number in range(1, batch.tp):
             gone = max(gone, number * piece) + copy
         waits = max(0.0, gone - batch.tp * piece)
         local += (batch.tp + 1 + each.added) * own
-        kernels = 2 * bool(each.rank) + 3 * bool(each.totals) + 1
-        barriers += each.product.backward and each.rank > 0  # until all factors are there
-    parts = Parts(max(map(longer, each.pieces(batch)))) + moved(machine, local, kernels)
-    return Crossing(parts, waits + barriers * KERNEL)
+    parts = Parts(max(map(longer, each.pieces(batch)))) + moved(machine, local, 0)
+    return Crossing(parts, waits + START)
 
 
 def _forward(size: LayerSize, batch: Batch) -> list[Exchange]:

@@ -24,9 +24,10 @@ from lorakernels.parallel import parallelize
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
-from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_size import ELEMENT, ModelSize, split_layer, weights
 from lorakernels.parallel.plan_tensor import Exchange, crossings, ends, rows_exchanged
-from lorakernels.parallel.plan_time import KERNEL, Batch, Parts, head, stretched
+from lorakernels.parallel.plan_time import KERNEL, Batch, Parts, backward, forward, head, stretched
+from lorakernels.parallel.row_exchange import START
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
@@ -88,6 +89,21 @@ def test_a_gpu_has_its_part_of_weights_adapters_and_vocabulary() -> None:
     odd = replace(size, vocabulary=32001).over(4)
     assert odd.vocabulary == 32001 and odd.outside == size.outside and not odd.split
     assert replace(size, plain=False).over(4).ends == size.ends
+
+
+@pytest.mark.parametrize("form", ["full", "recompute", "fp8", "checkpoint"])
+@pytest.mark.parametrize("adapted", ["qkvo", "all"])
+def test_a_part_does_its_share_of_everything_but_launches(form: str, adapted: str) -> None:
+    """Norms by rows, the rest by heads and columns: bytes and attention of four parts are those of the whole."""
+    whole = size_of("70b", adapted).layers[0]
+    batch = Batch(1, 8192)
+    for way in (forward, backward):
+        one = way(whole, batch, H200, form)
+        part = way(split_layer(whole, 4), replace(batch, tp=4), H200, form)
+        launches = (4 * part.memory - one.memory) / 3 / KERNEL  # each part has all of them
+        assert 4 < launches < 70 and launches == pytest.approx(round(launches), abs=1e-3)
+        assert 0 <= 4 * part.attention - one.attention < 30 * KERNEL
+        assert 1 <= 4 * part.gemm / one.gemm < 1.05  # rounds of tiles
 
 
 def test_blocks_scales_are_split_with_their_weights() -> None:
@@ -159,10 +175,10 @@ def test_exchanges_in_turn_take_three_bytes_of_each_row_and_way() -> None:
 
 
 @lru_cache
-def exchange_of(number: int, backward: bool, tp: int) -> Exchange:
+def exchange_of(number: int, back: bool, tp: int) -> Exchange:
     from lorakernels.parallel import plan_tensor
 
-    made = plan_tensor._backward if backward else plan_tensor._forward
+    made = plan_tensor._backward if back else plan_tensor._forward
     batch = Batch(1, 8192, 1, tp)
     return made(size_of("70b").over(tp).layers[0], batch)[number]
 
@@ -171,8 +187,8 @@ def test_rows_travel_beside_the_products_that_docs_name() -> None:
     """docs/parallel.md: on two GPUs, of 8,192 rows of 70B, all but the gradient of gate and up."""
     size, batch = size_of("70b").over(2).layers[0], Batch(1, 8192, 1, 2)
     found = {
-        (backward, number): exchange_of(number, backward, 2).is_beside(size, batch, H200)
-        for backward, number in product((False, True), range(4))
+        (back, number): exchange_of(number, back, 2).is_beside(size, batch, H200)
+        for back, number in product((False, True), range(4))
     }
     assert [key for key, beside in found.items() if not beside] == [(True, 2)]
     few = Batch(1, 256, 1, 2)
@@ -182,13 +198,13 @@ def test_rows_travel_beside_the_products_that_docs_name() -> None:
 
 
 def test_what_travels_beside_a_product_waits_for_what_takes_longer() -> None:
-    """Over links without end nothing waits but signals; over slow ones all but the first piece, or the last, does."""
+    """Over links without end launches and signals alone take time; over slow ones all but one piece's travel does."""
     size, batch = size_of("70b").over(4).layers[0], Batch(1, 8192, 1, 4)
     fast, slow = replace(H200, peer=math.inf), replace(H200, peer=1e9)
-    for backward, number, barriers in ((False, 0, 2), (False, 1, 2), (True, 0, 3), (True, 1, 2)):
-        each = exchange_of(number, backward, 4)
+    for back, number in product((False, True), (0, 1)):
+        each = exchange_of(number, back, 4)
         assert each.is_beside(size, batch, H200)
-        assert each.taken(size, batch, fast).waits == pytest.approx(barriers * KERNEL)
+        assert each.taken(size, batch, fast).waits == pytest.approx(START)
         took = each.taken(size, batch, slow).waits
         small = 3 * (2 * 2048 * each.rank + each.totals)
         assert took == pytest.approx((each.sent(batch) + small) / slow.peer, rel=0.01)
