@@ -22,15 +22,14 @@ from lorakernels import LoRAConfig
 from lorakernels.fusion.memory import SAVE, LayerSize, kept_bytes
 from lorakernels.parallel import context_parallel, parallelize
 from lorakernels.parallel.plan import ShardPlan, predict
-from lorakernels.parallel.plan_machine import MACHINES
+from lorakernels.parallel.plan_machine import MACHINES, Machine
 from lorakernels.parallel.plan_memory import Placement, kept_of, saves_within
 from lorakernels.parallel.plan_size import ModelSize
+from lorakernels.parallel.plan_tensor import rows_exchanged
 from lorakernels.parallel.plan_time import Batch
 
 KINDS = ("alone", "dp", "sharded", "tp", "cp")
 VARIANTS = ("eager", "in turn", "not fused", "frozen")
-# bytes for each element of [tokens, hidden]: split layers' rows on their way between ranks
-EXCHANGED = 8
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ class Layout(Ours):
     @property
     def batch(self) -> Batch:
         """Of one rank."""
-        return Batch(self.spec.batch, self.spec.length, self.way.cp)
+        return Batch(self.spec.batch, self.spec.length, self.way.cp, self.way.tp)
 
     @property
     def tokens(self) -> int:
@@ -151,16 +150,21 @@ class Layout(Ours):
         return -int(largest(-super().room(trained), self.device))
 
     def budget(self, model: Any) -> int:
-        """What `fuse` takes. Ranks that hold layers together keep a part each of what one keeps of a whole layer."""
-        size, tp = self.whole_size, self.way.tp
-        room = self.room(size.trained)
-        if tp > 1:
-            room = tp * (room - EXCHANGED * self.tokens * size.layers[0].hidden)
+        """What `fuse` takes to keep what the plan chooses. It counts parts of layers as if they had all rows."""
+        size, own = self.whole_size, self.whole_size.over(self.way.tp)
+        room = self.room(own.trained) - rows_exchanged(own, self.batch, self.machine)
         saves = saves_within(size, self.batch, room, SAVE)
         if saves is None:
             raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
         counted = [LayerSize.of(layer, True) for layer in model.model.layers]
         return kept_bytes(counted, saves, self.tokens, dtype_of(self.device).itemsize)
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The plan's rates for these GPUs; an H200's for CPUs."""
+        on_gpu = self.device.type == "cuda"
+        known = not on_gpu or "H200" in torch.cuda.get_device_name(self.device)
+        return MACHINES["H200" if known else "H100-80GB"]
 
     @cached_property
     def whole_size(self) -> ModelSize:
@@ -174,7 +178,7 @@ class Layout(Ours):
         if not self.saves:
             return ""
         counts = ", ".join(f"{self.saves.count(s)} × {s}" for s in dict.fromkeys(self.saves))
-        kept = kept_of(self.whole_size, self.batch, self.saves) // self.way.tp
+        kept = kept_of(self.whole_size, self.batch, self.saves)
         return f"{counts}: {kept / 1e9:.1f} GB predicted"
 
     def arrange(self, model: Any) -> None:
@@ -246,15 +250,14 @@ class Layout(Ours):
             raise ValueError("replicas have other adapters")
 
     def predicted(self) -> ShardPlan | None:
-        """What `lorakernels plan` says; None for what it does not know: a CPU, eager, split or unfused layers."""
-        if self.device.type != "cuda" or self.split is not None or self.graphs is None:
+        """What `lorakernels plan` says; None of what it does not know: a CPU, layers without graphs, rows in turn."""
+        if self.device.type != "cuda" or "in turn" in self.way.variants or self.graphs is None:
             return None
         ranks = dist.get_world_size()
-        name = "H200" if "H200" in torch.cuda.get_device_name(self.device) else "H100-80GB"
         placement = Placement(ranks if self.way.sharded else 1)
         gpus = 1 if self.way.alone else ranks
         size = self.whole_size
-        return predict(size, self.batch, MACHINES[name], gpus, placement, self.saves)
+        return predict(size, self.batch, self.machine, gpus, placement, self.saves)
 
     def outside(self) -> int:
         """Bytes on this GPU that torch's allocator does not count: shards that other ranks read."""

@@ -36,7 +36,7 @@ the other and updates once. Warm-up steps have one row of each replica.
     ÷ alone          of n times what one GPU does alone, in its best form
     ÷ eager          of n times what one GPU does alone without graphs
     graphs on ÷ off  of what the same way does without graphs
-    predicted        tokens/s by `lorakernels plan`, and GiB; it does not know split layers
+    predicted        tokens/s by `lorakernels plan`, and GiB; not of eager layers, nor of rows exchanged in turn
     p99 ÷ p50        of a step on rank 0; below 100 steps the longest stands for p99
     J/step           of rank 0's GPU; "all" is the sum over the GPUs that train, from which tokens/J is
     peak GiB         of tensors on rank 0 after loading, shards of the base included

@@ -8,6 +8,7 @@ do, of an operand with one scale. `grad_rows` takes one mask at most.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -22,26 +23,52 @@ from lorakernels.values import Dropout, Scaled, Up, Weight
 _OF_A_TILE = 5e-9
 
 
+class Product(NamedTuple):
+    """y [M, N] = x Wᵀ, or dx [M, K] = dy W, of any number of rows.
+
+    Attributes:
+        cols, depth: N and K of y, or K and N of dx.
+        backward: whether it is dx.
+        split: whether partial sums are added in fp32.
+        ready: whether dx has a Wᵀ that is there.
+    """
+
+    cols: int
+    depth: int
+    backward: bool
+    split: bool
+    ready: bool = False
+
+    @property
+    def weight(self) -> tuple[int, int]:
+        """[N, K] of W."""
+        return (self.depth, self.cols) if self.backward else (self.cols, self.depth)
+
+    def seconds(self, rows: int, multiprocessors: int) -> float:
+        """On Hopper, by the rounds of csrc's tiles over the multiprocessors. The last one may be partly empty."""
+        how = "split" if self.split else "fast" if self.backward else "fast forward"
+        if self.backward and (
+            not self.ready or tune.csrc_turns(rows, self.cols, self.split, multiprocessors)
+        ):
+            how = "turned" if self.split else "turned fast"
+        rounds = tune.csrc_tile(rows, self.cols, how, multiprocessors)[1]
+        return rounds * self.depth * _OF_A_TILE
+
+    def slower_in(self, pieces: Iterable[int], multiprocessors: int) -> float:
+        """Seconds that it takes longer in `pieces`, numbers of rows, than at once."""
+        each = [*pieces]
+        apart = sum(self.seconds(rows, multiprocessors) for rows in each)
+        return apart - self.seconds(sum(each), multiprocessors)
+
+
 def slower_in_pieces(
     to: Projections, pieces: Iterable[int], multiprocessors: int, backward: bool = False
 ) -> float:
-    """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper.
-
-    csrc's tiles fill the multiprocessors in rounds. The last round of each piece may be partly empty.
-    """
+    """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper."""
     cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
     split = to.spec.split_dgrad if backward else to.spec.split_fprop
-
-    def seconds(rows: int) -> float:
-        how = "split" if split else "fast" if backward else "fast forward"
-        if backward and (
-            to.weight_t is None or tune.csrc_turns(rows, cols, split, multiprocessors)
-        ):
-            how = "turned" if split else "turned fast"
-        return tune.csrc_tile(rows, cols, how, multiprocessors)[1] * depth * _OF_A_TILE
-
-    each = [*pieces]
-    return sum(map(seconds, each)) - seconds(sum(each))
+    product = Product(cols, depth, backward, split, to.weight_t is not None)
+    return product.slower_in(pieces, multiprocessors)
 
 
 def masks_at(to: Projections, rows: slice) -> Projections:

@@ -61,6 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="GPUs that share each sequence, by context parallel; with --pp, of each stage (default: 1)",
     )
+    add(
+        "--tp",
+        type=count,
+        default=1,
+        metavar="N",
+        help="GPUs that hold each layer together, by tensor parallel; with --cp, N times as many share a row. Not with "
+        "--pp, --host-memory or --sharded-optimizer (default: 1)",
+    )
     add("--pp", type=count, default=1, metavar="N", help="pipeline stages (default: 1)")
     add(
         "--microbatches",
@@ -134,7 +142,7 @@ def _plan(config: object, args: argparse.Namespace) -> object:
         config,
         args.memory,
         (args.batch_size, args.seq),
-        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer),
+        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer, args.tp),
         lora=lora,
         machine="probe" if args.probe else args.machine,
         host_memory=args.host_memory or (None if args.probe else 0),

@@ -6,7 +6,8 @@ For each it takes the fastest `save` of the layers that fits (fusion/memory.py),
 shortest. What layers keep may wait in host memory, too. Of plans within 1 % of the shortest step, the one with the
 least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
 
-Context and pipeline parallel are given, not chosen: how many ranks share each row, or have the layers as stages.
+Context, tensor and pipeline parallel are given, not chosen: how many ranks share each row, hold each layer together, or
+have the layers as stages.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from lorakernels.parallel.plan_pipeline import Pipeline, Steps, stages_within
 from lorakernels.parallel.plan_probe import probe
 from lorakernels.parallel.plan_report import describe
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
+from lorakernels.parallel.plan_tensor import crossings, ends
 from lorakernels.parallel.plan_time import (
     REPLAY,
     Batch,
@@ -54,7 +56,8 @@ class LayerTime:
     """Seconds of a layer in a step: its own, and of what comes for it and leaves it meanwhile.
 
     `send` is of the activations that go to the host beside a forward, and come back beside a backward. `rows` is of
-    keys and values of the ranks that share rows, and of their gradients, both ways together. Nothing hides it.
+    keys and values of the ranks that share rows, and of their gradients, both ways together. Nothing hides it. `split`
+    is what GPUs that hold the layer together wait for rows beyond their products, both ways together.
     """
 
     forward: float
@@ -63,6 +66,7 @@ class LayerTime:
     copy: float
     send: float
     rows: float = 0.0
+    split: float = 0.0
 
     @property
     def exposed(self) -> float:
@@ -81,7 +85,8 @@ class PlanAxes:
 
     With both, `cp` GPUs have each of the `pp` stages, and a row is on `cp · pp` of them.
     `microbatches` of a step run through the stages; None is as many as stages. With `sharded_optimizer` all GPUs split
-    AdamW's state, as ShardedAdamW does.
+    AdamW's state, as ShardedAdamW does. `tp` GPUs hold each layer together (tensor parallel), with rows split between
+    layers, and embedding and head by tokens where `finetune --tp` does so. With `cp`, `tp · cp` GPUs share a row.
     """
 
     gpus: int
@@ -89,6 +94,7 @@ class PlanAxes:
     pp: int = 1
     microbatches: int | None = None
     sharded_optimizer: bool = False
+    tp: int = 1
 
     @property
     def in_a_step(self) -> int:
@@ -97,7 +103,7 @@ class PlanAxes:
     def check(self, length: int, host_memory: int | None) -> None:
         """Raise ValueError if they do not fit a row of `length` tokens, or each other."""
         _positive("gpus", self.gpus)
-        for name in ("cp", "pp"):
+        for name in ("cp", "pp", "tp"):
             if self.gpus % _positive(name, getattr(self, name)):
                 raise ValueError(
                     f"{name} must divide the {self.gpus} gpus, found {getattr(self, name)}"
@@ -110,6 +116,8 @@ class PlanAxes:
             raise ValueError(
                 f"cp · pp must divide the {self.gpus} gpus, found {self.cp} · {self.pp}"
             )
+        if self.tp > 1:
+            self._check_tensor(length, host_memory)
         if self.cp > 1 and length % (2 * self.cp):
             raise ValueError(
                 f"tokens of a row must be a multiple of 2 cp = {2 * self.cp}, found {length}"
@@ -125,6 +133,30 @@ class PlanAxes:
                 f"host_memory does not go with pp {self.pp}: stages have no offloaded base and no offloaded activations"
             )
 
+    def _check_tensor(self, length: int, host_memory: int | None) -> None:
+        """Raise ValueError for what does not go with layers that GPUs hold together."""
+        if self.pp > 1:
+            raise ValueError(
+                f"tp does not go with pp: parallelize refuses stages, found tp {self.tp} with pp {self.pp}"
+            )
+        if self.sharded_optimizer:
+            raise ValueError(
+                f"sharded_optimizer does not go with tp {self.tp}: parallelize refuses ShardedAdamW"
+            )
+        if host_memory:
+            raise ValueError(
+                f"host_memory does not go with tp {self.tp}: split layers have no offloaded activations, and finetune "
+                "refuses an offloaded base of theirs"
+            )
+        if self.gpus % (self.tp * self.cp):
+            raise ValueError(
+                f"tp · cp must divide the {self.gpus} gpus, found {self.tp} · {self.cp}"
+            )
+        if length % (self.tp * self.cp):
+            raise ValueError(
+                f"tokens of a row must be a multiple of tp · cp = {self.tp * self.cp}, found {length}"
+            )
+
 
 @dataclass(frozen=True)
 class ShardPlan:
@@ -135,7 +167,7 @@ class ShardPlan:
         batch: of a microbatch, and how many GPUs share it.
         gpus: how many train.
         placement: over how many GPUs the base is sharded, the fraction of it in host memory, and whether embedding and
-            head are split over these GPUs, too.
+            head are split over these GPUs, too. Of layers that GPUs hold together, those with equal parts share them.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
         layer: times of the layer of which most is exposed; of layers alike, the last one's. Of stages, of the fullest.
@@ -176,7 +208,7 @@ class ShardPlan:
             memory: bytes of one GPU; None for the machine's.
             tokens: of one microbatch: one sequence, or (sequences, tokens of each).
             gpus: how many, of one host, each with a microbatch of its own; or `PlanAxes`, where some of them share it.
-                Stages have a whole base on the GPU, without offload.
+                Stages have a whole base on the GPU, without offload; nor do layers that GPUs hold together have it.
             lora: adapters of a model that has none. None is r = 16 on all linear layers.
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
             host_memory: bytes that may be pinned on the host, for all GPUs; 0 offloads nothing. None is the limit of
@@ -185,8 +217,8 @@ class ShardPlan:
 
         Raises:
             TypeError: the model is no transformers model or config.
-            ValueError: a number is not positive, the machine or the model's family is unknown, nothing fits, or what
-                fits is not hidden.
+            ValueError: a number is not positive, axes do not fit each other or the model, the machine or the model's
+                family is unknown, nothing fits, or what fits is not hidden.
         """
         found = _machine(machine)
         if memory is not None:
@@ -194,11 +226,13 @@ class ShardPlan:
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)
-        batch = Batch(_positive("tokens", many), _positive("tokens", length), axes.cp)
+        batch = Batch(_positive("tokens", many), _positive("tokens", length), axes.cp, axes.tp)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
         host = (host_memory_limit() or 0) if host_memory is None else host_memory
-        size = ModelSize.of(model, lora)
+        if axes.tp > 1:
+            host = 0
+        size = ModelSize.of(model, lora, axes.tp)
         if axes.pp > 1:
             return _staged(size, batch, found, axes)
         split = axes.gpus if axes.sharded_optimizer else 1
@@ -214,13 +248,16 @@ class ShardPlan:
     def rate(self) -> float:
         """Tokens a second, of all GPUs together."""
         if self.pipeline is None:
-            return self.gpus * self.batch.tokens / self.step
+            return self.gpus // self.batch.tp * self.batch.tokens / self.step
         replicas = self.gpus // self.pipeline.ranks
         return replicas * self.pipeline.microbatches * self.batch.tokens / self.step
 
     @property
     def memory_budget(self) -> int:
-        """What `fuse(memory_budget=…)` takes to choose `saves`, of all layers together: without stages."""
+        """What `fuse(memory_budget=…)` takes to choose `saves`, of all layers together: without stages.
+
+        It is of whole layers: before `parallelize` cuts them.
+        """
         return kept_bytes(self.model.layers, self.saves, self.batch.tokens, ELEMENT)
 
     @property
@@ -240,14 +277,21 @@ def predict(
     placement: Placement,
     saves: Sequence[str],
 ) -> ShardPlan:
-    """What a choice takes, whether it fits or not.
+    """What a choice takes, whether it fits or not. `model` is the whole one.
 
     A whole base on one GPU is one graph a step, all else graphs by layer.
     """
+    whole, model = model, model.over(batch.tp)
     layers = list(zip(model.layers, saves, strict=True))
     parts = around(model, batch, machine, placement.optimizer)
+    crossed = ends(model, batch, machine)
+    parts += crossed.parts
+    waits = crossed.waits
     for size, save in layers:
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
+        for crossed in crossings(size, batch, machine, save):
+            parts += crossed.parts
+            waits += crossed.waits
     split = placement.split(model)
     arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
@@ -255,29 +299,29 @@ def predict(
     parts += Parts(
         memory=2 * arrivals * traffic * max(map(weights, model.layers)) / machine.bandwidth
     )
-    factor = stretched(parts, machine)
+    factor = stretched(parts, machine, waits)
     counts = Counter(reversed(layers))
     times = {kind: _layer_time(kind, batch, machine, placement, factor) for kind in counts}
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
     # the embedding and the head, once each; nothing runs beside them
-    ends = sum(split[:1] + split[-1:])
-    exposed += ends * (placement.ranks - 1) / placement.ranks / machine.peer
+    both = sum(split[:1] + split[-1:])
+    exposed += both * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
     replays = 0.0 if one_graph else 2 * len(model.layers) * REPLAY
-    exchange = _averaged(model.trained, gpus, machine)
+    exchange = _averaged(model.trained, gpus // batch.tp, machine)
     exchange += sum(exchanged(size, batch, machine, save) for size, save in layers)
     return ShardPlan(
-        model,
+        whole,
         batch,
         machine,
         gpus,
         placement,
         tuple(saves),
-        bytes_of(model, batch, machine, gpus, placement, saves),
+        bytes_of(whole, batch, machine, gpus, placement, saves),
         max(times.values(), key=lambda time: time.exposed),
-        parts.seconds * factor + replays + exposed + exchange,
+        parts.seconds * factor + replays + exposed + exchange + waits,
         exposed,
     )
 
@@ -289,14 +333,16 @@ def _layer_time(
     (size, save), n = kind, placement.ranks
     block = weights(size)
     gather = block * (n - 1) / n / machine.peer
+    there, back = crossings(size, batch, machine, save)
     return LayerTime(
-        forward(size, batch, machine, save).seconds * factor,
-        backward(size, batch, machine, save).seconds * factor,
+        (forward(size, batch, machine, save) + there.parts).seconds * factor,
+        (backward(size, batch, machine, save) + back.parts).seconds * factor,
         gather,
         # a GPU copies its own part from the host, which the others then gather
         placement.offload * (block / n / machine.host + gather),
         host_bytes(size, save, batch.tokens, ELEMENT) / machine.host,
         exchanged(size, batch, machine, save),
+        there.waits + back.waits,
     )
 
 
@@ -340,9 +386,10 @@ def candidates(
 
     Where none does, a plan for each that also splits embedding and head. `optimizer` is the placement's.
     """
-    can_split = [False, True] if gpus > 1 else [False]  # one GPU has nobody to split them with
+    # one GPU has nobody to split them with, and GPUs that hold layers together split them by tokens
+    can_split = [False, True] if gpus > 1 and batch.tp == 1 else [False]
     for embeddings in can_split:
-        end = Placement(gpus, embeddings=embeddings, optimizer=optimizer)
+        end = Placement(gpus // batch.tp, embeddings=embeddings, optimizer=optimizer)
         if found := _candidates(model, batch, machine, end, host):
             return found
     return []
@@ -352,9 +399,9 @@ def _candidates(
     model: ModelSize, batch: Batch, machine: Machine, over: Placement, host: int
 ) -> list[ShardPlan]:
     """Plans over one GPU and over all of `over`, which says what else is split."""
-    found, gpus = [], over.ranks
+    found, gpus = list[ShardPlan](), over.ranks * batch.tp
     all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
-    ways = [(ranks, forms) for ranks in {1, gpus} for forms in all_forms]
+    ways = [(ranks, forms) for ranks in {1, over.ranks} for forms in all_forms]
     for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
         ends = over.embeddings and ranks > 1
         placement = Placement(ranks, offload, ends, over.optimizer)
@@ -404,11 +451,18 @@ def _machine(given: str | Machine) -> Machine:
 def _nothing_fits(
     model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int
 ) -> str:
-    saves = ["checkpoint"] * len(model.layers)
-    placement = Placement(gpus, embeddings=True, optimizer=optimizer)
+    saves, tp = ["checkpoint"] * len(model.layers), batch.tp
+    placement = Placement(gpus // tp, embeddings=tp == 1, optimizer=optimizer)
     used = bytes_of(model, batch, machine, gpus, placement, saves)
     offered = f"{host / 1e9:.0f} GB of" if host else "no"
     over = f"over {gpus} GPUs, embedding and head too," if gpus > 1 else "whole"
+    if tp > 1:
+        shared = f", each over {gpus // tp} GPUs," if gpus > tp else ""
+        return (
+            f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base in {tp} parts{shared} and every layer "
+            f"checkpointed, {batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of them the "
+            "base: take fewer tokens, or more GPUs"
+        )
     return (
         f"memory: nothing fits {machine.memory / 1e9:.1f} GB. With the base {over} and every layer checkpointed, "
         f"{batch.tokens} tokens need {used.total / 1e9:.1f} GB, {used.base / 1e9:.1f} of them the base, with {offered} "

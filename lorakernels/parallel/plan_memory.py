@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_bytes
 from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
+from lorakernels.parallel.plan_tensor import rows_exchanged
 from lorakernels.parallel.plan_time import Batch, whole_rows
 from lorakernels.parallel.row_exchange import LEAST
 
@@ -19,6 +20,7 @@ SLOTS = 2  # whole layers of a sharded base
 STAGES = 3  # of what is on the host: one in use, two on their way
 TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
 CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
+LOGITS = 10  # bytes of one of a part's: exp, its product with the factor, and that in bf16 (tensor_vocabulary.py)
 CONTEXT = 720_000_000  # bytes of a CUDA context with the modules of a probe, on an H200
 FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/training.py leaves
 
@@ -47,7 +49,7 @@ class Bytes:
     """Bytes of one GPU, but `host` of the whole host. `peak` is what torch's allocator and the shards hold.
 
     `waiting` is the part of `host` in which activations wait, of one GPU. `exchange` is what other GPUs read of keys,
-    values and their gradients.
+    values and their gradients, and `rows` what they read and write of rows between split layers.
     """
 
     base: int
@@ -62,6 +64,7 @@ class Bytes:
     host: int
     waiting: int
     exchange: int = 0
+    rows: int = 0
 
     @property
     def peak(self) -> int:
@@ -70,7 +73,7 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        return self.peak + self.exchange + self.context + self.fragments
+        return self.peak + self.exchange + self.rows + self.context + self.fragments
 
 
 def fractions(size: LayerSize) -> list[float]:
@@ -88,8 +91,12 @@ def bytes_of(
     placement: Placement,
     saves: Sequence[str],
 ) -> Bytes:
-    """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names."""
+    """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names.
+
+    `model` is the whole one. Where `batch.tp` GPUs hold layers together, each has its part.
+    """
     n, rho = placement.ranks, placement.offload
+    whole, model = model, model.over(batch.tp)
     largest = max(map(weights, model.layers))
     pairs = zip(model.layers, saves, strict=True)
     waiting = sum(host_bytes(size, save, batch.tokens, ELEMENT) for size, save in pairs)
@@ -101,13 +108,14 @@ def bytes_of(
         outside=model.outside - sum(split) + math.ceil(sum(split) / n),
         adapters=model.trained * TRAINED // 2,
         optimizer=_optimizer(model.trained, placement.optimizer),
-        kept=kept_of(model, batch, saves),
+        kept=kept_of(whole, batch, saves),
         workspace=_workspace(model, batch, saves, split),
         context=CONTEXT,
         fragments=int(FRAGMENTS * machine.memory),
         host=copies * math.ceil(model.base * rho) + gpus * waiting,
         waiting=waiting,
         exchange=_exchange(model, batch),
+        rows=rows_exchanged(model, batch, machine),
     )
 
 
@@ -127,15 +135,29 @@ def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
     That is keys and values of all ranks: this rank's own lie with q in one block, and stay beside them. An adapted o
     keeps the results of both chunks together, which attention of packed documents keeps one by one; with "full" it
     keeps their bytes in FP8 alone. Layers that only keep their input keep neither.
+
+    Where `batch.tp` GPUs hold layers together, `model` is the whole one.
     """
-    more = 0
-    for size, save in zip(model.layers, saves, strict=True):
+    layers, more = own_layers(model, batch), 0
+    for size, save in zip(layers, saves, strict=True):
         if batch.ranks == 1 or save.startswith("checkpoint"):
             continue
         more += whole_rows(size, batch)
         if save != "full" and size.ranks[1]:
             more += ELEMENT * batch.tokens * size.heads * size.head_dim
-    return kept_bytes(model.layers, saves, batch.tokens, ELEMENT) + more
+    return kept_bytes(layers, saves, batch.tokens, ELEMENT) + more
+
+
+def own_layers(model: ModelSize, batch: Batch) -> tuple[LayerSize, ...]:
+    """Layers whose bytes, by `fuse`'s count of `batch.tokens`, are those that a GPU keeps.
+
+    Of split layers it has its heads and columns, for all tokens. What has the width of hidden states it has for its own
+    tokens: as many bytes as a part of the width for all. s of o and down counts as whole, which is R wide.
+    """
+    if batch.tp == 1:
+        return model.layers
+    parts = model.over(batch.tp).layers
+    return tuple(replace(size, hidden=size.hidden // batch.tp) for size in parts)
 
 
 def saves_within(
@@ -151,15 +173,16 @@ def saves_within(
     What a backward needs depends on the choice. The budget therefore shrinks by what the first guess lacks. It also
     shrinks by what `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
     """
-    split = placement.split(model)
-    budget = room - _workspace(model, batch, ["checkpoint"] * len(model.layers), split)
+    split, own = placement.split(model), model.over(batch.tp)
+    budget = room - _workspace(own, batch, ["checkpoint"] * len(model.layers), split)
     for _ in range(9):
         try:
-            saves = fit(model.layers, budget // in_flight, batch.tokens, ELEMENT, forms)
+            layers = own_layers(model, batch)
+            saves = fit(layers, budget // in_flight, batch.tokens, ELEMENT, forms)
         except ValueError:
             return None
         kept = in_flight * kept_of(model, batch, saves)
-        over = kept + _workspace(model, batch, saves, split) - room
+        over = kept + _workspace(own, batch, saves, split) - room
         if over <= 0:
             return saves
         budget -= over
@@ -171,25 +194,37 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
 
     A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
     and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context_attention.py).
+
+    Ranks that hold layers together have hidden states of their own tokens. At the loss each has all of them, and their
+    gradient (tensor_vocabulary.py). `model` is what a rank has.
     """
-    hidden = ELEMENT * batch.tokens * model.layers[-1].hidden
-    loss = ELEMENT * min(batch.tokens, CHUNK) * model.vocabulary + sum(split[-1:])
-    layer = _layer(model.layers[-1], batch.tokens, saves[-1])
+    hidden, tokens = ELEMENT * batch.rows * model.layers[-1].hidden, min(batch.tokens, CHUNK)
+    loss = ELEMENT * tokens * model.vocabulary + sum(split[-1:])
+    if batch.tp > 1:
+        each = LOGITS if model.split else ELEMENT
+        loss = each * tokens * model.vocabulary + 2 * batch.tp * hidden
+    layer = _layer(model.layers[-1], batch, saves[-1])
     return 3 * hidden + max(loss, layer + 6 * whole_rows(model.layers[-1], batch))
 
 
-def _layer(size: LayerSize, tokens: int, form: str) -> int:
-    """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps."""
-    save = form.removesuffix(AWAY)
-    row = 4 * size.hidden + 4 * size.ffn
+def _layer(size: LayerSize, batch: Batch, form: str) -> int:
+    """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps.
+
+    A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two.
+    """
+    save, tokens = form.removesuffix(AWAY), batch.tokens
+    row = 4 * size.ffn
     if size.ranks[2]:
         row += 4 * size.ffn
     if save == "fp8":
         row += size.ffn
     again = 0
     if save == "checkpoint":
-        again = size.saved_bytes("recompute", tokens) - size.saved_bytes("checkpoint", tokens)
-    return tokens * row + again
+        kept = replace(size, hidden=size.hidden // batch.tp)
+        again = kept.saved_bytes("recompute", tokens) - kept.saved_bytes("checkpoint", tokens)
+    own = 4 * batch.rows * size.hidden
+    sums = 2 * tokens * size.hidden if batch.tp > 1 else 0
+    return tokens * row + own + sums + again
 
 
 def _exchange(model: ModelSize, batch: Batch) -> int:

@@ -18,6 +18,7 @@ NAMES = {
     "kept": "kept activations",
     "workspace": "workspace",
     "exchange": "keys, values exchanged",
+    "rows": "rows exchanged",
     "context": "CUDA context",
     "fragments": "left to the allocator",
 }
@@ -30,11 +31,15 @@ def describe(plan: ShardPlan) -> str:
 
 def _choice(plan: ShardPlan) -> list[str]:
     waiting = plan.gpus * plan.bytes.waiting
+    tp = plan.batch.tp
     where = "whole on each GPU" if plan.gpus > 1 else "whole"
+    if tp > 1:
+        where = f"in {tp} parts, one of each layer on a GPU"
     if plan.pipeline is not None:
         where = f"in {plan.pipeline.ranks} stages of {' + '.join(map(str, plan.pipeline.layers))} layers"
     if plan.placement.ranks > 1:
-        where = f"sharded over {plan.placement.ranks} GPUs"
+        parts = f"in {tp} parts, each " if tp > 1 else ""
+        where = f"{parts}sharded over {plan.placement.ranks} GPUs"
     if plan.placement.embeddings:
         where += ", embedding and head too"
     if plan.placement.offload:
@@ -43,11 +48,13 @@ def _choice(plan: ShardPlan) -> list[str]:
     mix = ", ".join(f"{count} x {save}" for save, count in Counter(plan.saves).items())
     if waiting:
         mix += f" ({waiting / 1e9:.1f} GB of activations in host memory)"
-    tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens a GPU"
-    if plan.batch.ranks > 1:
-        tokens = f"{plan.batch.sequences} x {plan.batch.length} tokens over {plan.batch.ranks} GPUs"
+    rows = f"{plan.batch.sequences} x {plan.batch.length} tokens"
+    tokens = f"{rows} a GPU"
+    if plan.batch.ranks > 1 or tp > 1:
+        tokens = f"{rows} over {plan.batch.ranks * tp} GPUs"
+    if tp > 1:
+        tokens += f" (tp {tp}, cp {plan.batch.ranks})" if plan.batch.ranks > 1 else f" (tp {tp})"
     if plan.pipeline is not None:
-        rows = f"{plan.batch.sequences} x {plan.batch.length} tokens"
         over = f" over {plan.batch.ranks} GPUs a stage" if plan.batch.ranks > 1 else ""
         tokens = f"{plan.pipeline.microbatches} microbatches of {rows}{over}"
     lines = [
@@ -79,6 +86,7 @@ def _times(plan: ShardPlan) -> list[str]:
         ("host copy, each way", layer.copy),
         ("activations, each way", layer.send),
         ("keys, values, both ways", layer.rows),
+        ("waits for rows, both", layer.split),
     )
     waits = []
     if plan.pipeline is not None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,11 @@ from lorakernels.fusion.check import check_blocks
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
+from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.projections import projection
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.tensor_check import check_split
 
 ELEMENT = 2  # bytes of a number that is not FP8: bf16
 
@@ -27,7 +30,8 @@ ELEMENT = 2  # bytes of a number that is not FP8: bf16
 class ModelSize:
     """`layers` of a decoder; `vocabulary` rows of its head; `outside` bytes of embedding, head and norms in bf16, and
     of the scales of blocks, which no GPU shares; `trained` parameters of the adapters; `ends` bytes of the frozen
-    embedding and head, one number if they are tied.
+    embedding and head, one number if they are tied; `plain` whether logits are the head's own.
+    With `split`, vocabulary and `ends` are one GPU's part of them.
     """
 
     layers: tuple[LayerSize, ...]
@@ -35,24 +39,54 @@ class ModelSize:
     outside: int
     trained: int
     ends: tuple[int, ...] = ()
+    plain: bool = True
+    split: bool = False
 
     @property
     def base(self) -> int:
         """Bytes of the layers' frozen FP8 weights."""
         return sum(map(weights, self.layers))
 
+    def splits_vocabulary(self, tp: int) -> bool:
+        """Whether each of `tp` GPUs has some tokens of the embedding and of the head, as with `finetune --tp`."""
+        return tp > 1 and self.plain and self.vocabulary % tp == 0
+
+    def over(self, tp: int) -> ModelSize:
+        """What one of `tp` GPUs has that hold each layer together, as `parallelize` cuts it.
+
+        Projections by column have A whole, those by row B: Σ R · hidden numbers of a layer.
+        """
+        if tp == 1:
+            return self
+        layers = tuple(split_layer(size, tp) for size in self.layers)
+        held = sum(size.hidden * sum(size.ranks) for size in self.layers)
+        found = replace(
+            self,
+            layers=layers,
+            outside=self.outside - sum(map(scales, self.layers)) + sum(map(scales, layers)),
+            trained=held + math.ceil((self.trained - held) / tp),
+        )
+        if not self.splits_vocabulary(tp):
+            return found
+        ends = tuple(end // tp for end in self.ends)
+        outside = found.outside - sum(self.ends) + sum(ends)
+        vocabulary = self.vocabulary // tp
+        return replace(found, ends=ends, outside=outside, vocabulary=vocabulary, split=True)
+
     @classmethod
-    def of(cls, model: Any, lora: LoRAConfig | None) -> ModelSize:
+    def of(cls, model: Any, lora: LoRAConfig | None, tp: int = 1) -> ModelSize:
         """Sizes of a transformers model, or of what a transformers config describes. The given one stays as it is.
 
         Args:
             model: a config or a model. A model that has adapters keeps its own.
             lora: adapters of a config or of a model without any; None is r = 16 on all linear layers. The base has
                 blocks where the adapters' recipe is `BlockScaling`, else one scale for each tensor.
+            tp: GPUs that are to hold each layer together. Sizes are those of the whole model all the same.
 
         Raises:
             TypeError: `model` is neither.
-            ValueError: `lora` does not fit the model, or `fuse` does not know or take its layers.
+            ValueError: `lora` does not fit the model, `fuse` does not know or take its layers, or `parallelize` does
+                not split them over `tp`.
         """
         recipe = None if lora is None else lora.fp8
         if not isinstance(model, nn.Module):
@@ -66,6 +100,8 @@ class ModelSize:
             recipe = next(m.recipe for m in model.modules() if isinstance(m, LoRALinear))
         layers = decoder_layers(model)
         blocks = isinstance(recipe, BlockScaling)
+        if tp > 1:
+            check_split(model, tp, blocks)
         sizes = tuple(LayerSize.of(layer, not blocks, blocks=blocks) for layer in layers.values())
         if blocks:
             _check_blocks(layers)
@@ -84,7 +120,19 @@ class ModelSize:
             ELEMENT * sum(others.values()) + sum(map(scales, sizes)),
             trained,
             tuple(frozen.values()),
+            change_of_logits(model.config.get_text_config()) is None,
         )
+
+
+def split_layer(size: LayerSize, tp: int) -> LayerSize:
+    """What one of `tp` GPUs has of a layer: some heads, and some columns between gate, up and down."""
+    return replace(
+        size,
+        ffn=size.ffn // tp,
+        heads=size.heads // tp,
+        kv_heads=size.kv_heads // tp,
+        stacked=size.stacked // tp,
+    )
 
 
 def projections(size: LayerSize) -> tuple[tuple[int, int, int], ...]:

@@ -38,16 +38,25 @@ REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer
 
 @dataclass(frozen=True)
 class Batch:
-    """`sequences` of `length` tokens, each causal by itself. `ranks` share each of them, by context parallel."""
+    """`sequences` of `length` tokens, each causal by itself. `ranks` share each of them, by context parallel.
+
+    `tp` GPUs together have the tokens of each of these, and a part of every layer, by tensor parallel.
+    """
 
     sequences: int
     length: int
     ranks: int = 1
+    tp: int = 1
 
     @property
     def tokens(self) -> int:
-        """The tokens of one GPU."""
+        """The tokens of one GPU's products and attention."""
         return self.sequences * self.length // self.ranks
+
+    @property
+    def rows(self) -> int:
+        """Its own tokens between split layers, where norms and residuals are."""
+        return self.tokens // self.tp
 
 
 @dataclass(frozen=True)
@@ -97,11 +106,15 @@ def moved(machine: Machine, size: float, kernels: int) -> Parts:
 
 @lru_cache(maxsize=1024)
 def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
-    """A layer's forward; `form` is one of `fuse`'s. What leaves for the host is read, too."""
+    """A layer's forward; `form` is one of `fuse`'s. What leaves for the host is read, too.
+
+    `size` is what a GPU has of the layer. What split layers exchange is apart (plan_tensor.py).
+    """
     save = form.removesuffix(AWAY)
-    m, k, f = batch.tokens, size.hidden, size.ffn
+    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    row = 2 * 3 * k + 4 * (wide + narrow) + 3 * wide + 5 * f  # norms, RoPE, o's input, SwiGLU
+    between = 2 * 3 * k  # norms
+    row = 4 * (wide + narrow) + 3 * wide + 5 * f  # RoPE, o's input, SwiGLU
     if size.normed_heads:
         row += 4 * (wide + narrow)
     if save == "fp8":
@@ -109,10 +122,11 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
     if size.ranks[3]:
         row += 4 * f  # SwiGLU's result in bf16, written and read
     apart = size.blocks and size.ranks[1] > 0  # o's input is read for s, and again for its blocks
-    total = moved(machine, m * (row + 2 * wide * apart), 6 + apart)
-    for n, inner, rank in projections(size):
+    total = moved(machine, own * between + m * (row + 2 * wide * apart), 6 + apart)
+    inputs = (own, m, own, m)  # rows that q k v, o, gate up and down quantize
+    for (n, inner, rank), quantized in zip(projections(size), inputs, strict=True):
         seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
-        total += Parts(seconds) + _lora_forward(m * inner, rank)
+        total += Parts(seconds) + _lora_forward(quantized * inner, rank)
     total += _carried(size, batch, machine, form)
     total += _gathered(size, batch, machine) + _merged(size, batch, machine, MERGE)
     return total + _attention(size, batch, 1.0, ATTENTION)
@@ -122,26 +136,31 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
 def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
     """A layer's backward, with the forward that "checkpoint" runs again in it. What comes from the host is written."""
     save = form.removesuffix(AWAY)
-    m, k, f = batch.tokens, size.hidden, size.ffn
+    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
-    adapted = [n for n, rank in zip((k, wide, k, f), size.ranks, strict=True) if rank]
-    row = 2 * 3 * k + 8 * f + 2 * 8 * k + 4 * (wide + narrow) + 3 * (wide + 2 * narrow)
+    qkv, o, gate_up, down = map(bool, size.ranks)
+    between = 2 * 3 * k + 2 * 8 * k
+    row = 8 * f + 4 * (wide + narrow) + 3 * (wide + 2 * narrow)
     if save == "fp8":
         row -= 2 * f
-    if save != "full":
-        row += 3 * sum(adapted[:-1] if size.ranks[3] else adapted)  # inputs are quantized again
-    if size.ranks[2]:
+    if save != "full":  # inputs are quantized again
+        between += 3 * k * (qkv + gate_up)
+        row += 3 * wide * o
+    if gate_up:
         row += 6 * f  # dgate, dup in bf16, and quantized in a pass of their own
-    if size.ranks[3]:
+    if down:
         row += f
     # dy of an adapted o, or down, is read for ds and dB, and again for its blocks
-    apart = sum(1 for rank in size.ranks[1::2] if rank) if size.blocks else 0
-    row += 2 * k * apart
-    total = moved(machine, m * row + 2 * weights(size), 9 + apart + 3 * (save != "full"))
+    apart = o + down if size.blocks else 0
+    between += 2 * k * apart
+    moves = own * between + m * row + 2 * weights(size)
+    total = moved(machine, moves, 9 + apart + 3 * (save != "full"))
     rate = machine.fp8_backward / (BLOCK_BACKWARD if size.blocks else 1.0)
-    for n, inner, rank in projections(size):
+    # rows of the input, for dA, and of dy
+    sides = ((own, m), (m, own), (own, m), (m, own))
+    for (n, inner, rank), (inputs, outputs) in zip(projections(size), sides, strict=True):
         seconds = gemm_seconds((m, inner, n), rate, machine.processors)
-        total += Parts(seconds) + _lora_backward(m * inner, m * n, rank)
+        total += Parts(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
     total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine, MERGE_GRAD)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
@@ -216,11 +235,11 @@ def around(model: ModelSize, batch: Batch, machine: Machine, ranks: int = 1) -> 
 
 
 def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
-    """Head and loss in bf16, last norm, scales, of a microbatch."""
+    """Head and loss in bf16, last norm, scales, of a microbatch. `model` is what a GPU has of it."""
     hidden, m = model.layers[0].hidden, batch.tokens
     products = 2 * 2 * m * hidden * model.vocabulary / machine.bf16
     logits = moved(machine, 4 * 2 * m * model.vocabulary, 4)
-    return Parts(products) + logits + moved(machine, 12 * m * hidden, 20)
+    return Parts(products) + logits + moved(machine, 12 * batch.rows * hidden, 20)
 
 
 def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
@@ -230,6 +249,10 @@ def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
     return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 
-def stretched(parts: Parts, machine: Machine) -> float:
-    """How many times longer the kernels take than at the highest clock, which the power allows or does not."""
-    return max(1.0, parts.joules(machine) / machine.power / parts.seconds)
+def stretched(parts: Parts, machine: Machine, waits: float = 0.0) -> float:
+    """How many times longer the kernels take than at the highest clock, which the power allows or does not.
+
+    In `waits`, seconds between them, a GPU draws no more than kernels that move bytes.
+    """
+    joules = parts.joules(machine) + waits * machine.memory_watts
+    return max(1.0, (joules / machine.power - waits) / parts.seconds)

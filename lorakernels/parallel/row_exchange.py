@@ -163,7 +163,7 @@ class PeerRows:
         starts, end = [], 0
         for shape, dtype in forms:
             starts.append(end // dtype.itemsize)
-            end += -(-shape.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+            end += aligned(shape.numel() * dtype.itemsize)
         if end > self._capacity:
             self._grow(end)
         return [
@@ -347,6 +347,11 @@ class _PeersBeside:
     def _join(self) -> None:
         side = self._peers._side
         torch.cuda.current_stream(side.device).wait_stream(side)
+
+
+def aligned(size: int) -> int:
+    """Bytes that a tensor of `size` bytes takes of the ranks' memory."""
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _flat(totals: Sequence[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:

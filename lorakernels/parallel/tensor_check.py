@@ -152,15 +152,20 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
     for path in found.cuts:
         for objection in _objections(model.get_submodule(path)):
             raise ValueError(f"{path} {objection}")
-    whole = set(_trained_elsewhere(model, found.cuts))
-    if whole:
+    _check_trained(model, found)
+
+
+def _check_trained(model: nn.Module, found: Found) -> None:
+    if whole := set(_trained_elsewhere(model, found.cuts)):
         raise ValueError(
             f"parameters outside of the split layers cannot train yet, found {sorted(whole)[:4]}"
         )
 
 
-def check_sizes(model: nn.Module, found: Found, size: int) -> None:
+def check_sizes(model: nn.Module, found: Found, size: int, blocks: bool = False) -> None:
     """Refuse sizes or heads that `size` ranks do not divide; parts that were read have passed this. No value is read.
+
+    With `blocks`, weights count as if they had a scale for each block.
 
     Raises:
         ValueError: a linear or the model has one.
@@ -176,11 +181,24 @@ def check_sizes(model: nn.Module, found: Found, size: int) -> None:
             raise ValueError(
                 f"{path} has {name} {by}, which must be a multiple of the {size} ranks"
             )
-        in_blocks = getattr(module, "block_scaling", None) is not None
+        in_blocks = blocks or getattr(module, "block_scaling", None) is not None
         if in_blocks and (why_not := why_not_blocks(by, dim, size)):
             raise ValueError(f"{path} {why_not}")
     if found.spec is not None:
         _check_heads(model, size)
+
+
+def check_split(model: nn.Module, size: int, blocks: bool) -> None:
+    """Refuse a model of transformers that `size` ranks cannot split, by its modules alone: no value is read.
+
+    `blocks`: as for `check_sizes`.
+
+    Raises:
+        ValueError: as `found_in` and `check_sizes`, or a parameter outside of the split linears trains.
+    """
+    found = found_in(model)
+    check_sizes(model, found, size, blocks)
+    _check_trained(model, found)
 
 
 def _objections(module: nn.Module) -> Iterator[str]:

@@ -74,12 +74,26 @@ def test_ranks_that_share_rows_and_stages_are_planned(
     assert "6 microbatches of 1 x 8192 tokens over 2 GPUs a stage" in capsys.readouterr().out
 
 
+def test_layers_that_gpus_hold_together_are_planned(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(model, "--seq=8192", "--gpus=8", "--tp=4") == 0
+    shown = capsys.readouterr().out
+    assert "1 x 8192 tokens over 4 GPUs (tp 4)" in shown and "waits for rows, both" in shown
+    assert plan(model, "--seq=8192", "--gpus=8", "--tp=4", "--cp=2") == 0
+    assert "1 x 8192 tokens over 8 GPUs (tp 4, cp 2)" in capsys.readouterr().out
+    assert plan(model, "--seq=8192", "--gpus=8", "--tp=4", "--memory=30GB") == 0
+    assert "in 4 parts, each sharded over 2 GPUs" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--seq=8192", "--memory=80GB"], "nothing fits 80.0 GB"),
         (["--seq=64", "--gpus=4", "--cp=3"], "cp must divide the 4 gpus, found 3"),
         (["--seq=64", "--gpus=2", "--pp=2", "--host-memory=1GB"], "host_memory does not go with pp 2"),
+        (["--seq=64", "--gpus=4", "--tp=2", "--pp=2"], "tp does not go with pp"),
+        (["--seq=64", "--gpus=16", "--tp=16"], "num_key_value_heads must be a multiple of the 16 ranks"),
         (
             ["--seq=64", "--memory=40GB", "--host-memory=100GB"],
             "ms of .* a step are not hidden. Take more tokens, or allow_exposed",
@@ -88,7 +102,7 @@ def test_ranks_that_share_rows_and_stages_are_planned(
         (["--seq=64", "--probe"], "a probe needs a GPU with FP8 tensor cores, found cpu"),
         (["--seq=64", "--target-modules=nothing"], "nothing"),
     ],
-    ids=["memory", "cp", "pp", "exposed", "machine", "probe", "targets"],
+    ids=["memory", "cp", "pp", "tp", "heads", "exposed", "machine", "probe", "targets"],
 )  # fmt: skip
 def test_what_cannot_be_planned(
     model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch

@@ -88,14 +88,19 @@ def chosen(rank: int, device: torch.device) -> dict[str, Any]:
     """{way: [(the plan's choice, what layers keep), …]}, and the room of a rank that has more than the other."""
     from benchmarks.lib import layouts
     from benchmarks.peers.models import SPECS
-    from benchmarks.peers.training import Ours
+    from benchmarks.peers.training import NO_LIMIT, Ours
+    from lorakernels.parallel.row_exchange import LEAST
 
     found: dict[str, Any] = {}
     for name in ("dp", "tp 2", "cp 2"):
         way = layouts.Way.of(name, 2)
         for mix in (["recompute", "full"], ["fp8", "fp8"], ["checkpoint", "fp8"]):
-            with mock.patch.object(layouts, "saves_within", return_value=mix):
+            with mock.patch.object(layouts, "saves_within", return_value=mix) as planned:
                 layout = layouts.Layout(way, SPECS["tiny-8"], device)
+            size, batch, room, _ = planned.call_args.args
+            assert (batch.tp, batch.ranks) == (way.tp, way.cp) and size.trained > 0
+            # a CPU's, less what GPUs would exchange rows in
+            assert NO_LIMIT - room == (LEAST if way.tp > 1 else 0)
             found.setdefault(name, []).append((mix, [*layout.saves]))
     with mock.patch.object(Ours, "room", lambda self, trained: 1000 + rank - trained):
         found["room"] = layout.room(7)
