@@ -49,6 +49,7 @@ class Case(NamedTuple):
     tokens: tuple[int, int] | None = None
     rank: int = RANK
     optimizer: bool = False  # AdamW's state is split over the ranks
+    folder: str = ""  # of results, if it is not the machine's own
 
     def __str__(self) -> str:
         where = "" if self.machine == "H200" else f"-{self.machine}"
@@ -89,12 +90,19 @@ CASES = (
         "sharded_base", "70b", "qkvo", "sharded, peer", (("checkpoint", 52), ("fp8", 28)), 2, True, machine="H100-80GB",
     ),
     Case("scaling", "70b", "qkvo", "cp", (("full", 8),), 2, cut=(8, 1), machine="H100-80GB", cp=2),
+    Case("scaling", "70b", "qkvo", "dp", (("checkpoint", 23), ("fp8", 57)), 8, folder="h200x8"),
+    Case("scaling", "70b", "qkvo", "sharded", (("fp8", 1), ("recompute", 79)), 8, True, folder="h200x8"),
+    Case(
+        "sharded_base", "405b", "qkvo", "sharded, peer", (("checkpoint", 109), ("fp8", 17)), 8, True, tokens=(1, 8192),
+        folder="h200x8",
+    ),
 )  # fmt: skip
 
 
 def recorded(case: Case) -> tuple[float, float]:
     """(ms of a step, GiB at most)."""
-    with (RECORDED / FOLDERS[case.machine] / f"{case.file}.csv").open(encoding="utf-8") as file:
+    folder = RECORDED / (case.folder or FOLDERS[case.machine])
+    with (folder / f"{case.file}.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     name, column = SPECS[case.model].name, COLUMN.get(case.file, "provider")
     wanted = {"model": f"{case.cut[0]} layers of {name}" if case.cut else name}
