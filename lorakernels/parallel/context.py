@@ -53,6 +53,20 @@ class _Given(NamedTuple):
     items: Tensor
 
 
+class _Total(torch.autograd.Function):
+    """The sum of every rank's loss, the same bits on all. Its gradient is that of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        total = own.clone()
+        comm.all_reduce(group, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return dloss, None
+
+
 class ContextParallel:
     """What `context_parallel` returns.
 
@@ -129,9 +143,8 @@ class ContextParallel:
         given = (self._agreed if self.checks_places else self._given)(labels, items, inputs)
         hidden = model.base_model(use_cache=False, **given.inputs).last_hidden_state
         own = sum_of_losses(model, hidden, given.wanted) / given.items
-        total = own.detach().clone()
-        comm.all_reduce(self.ranks.group, total)
-        return own + (total - own.detach())
+        total: Tensor = _Total.apply(own, self.ranks.group)
+        return total
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

@@ -284,6 +284,24 @@ def test_a_gradient_that_one_rank_has_reaches_all() -> None:
     assert on_ranks(uneven, 2, "gloo") == [[{7.0}, {4.0}, None]] * 2
 
 
+def losses_of_three(rank: int, device: torch.device) -> list[float]:
+    """Of rows, each between 3.5 and 4 while a rank's part is between 1 and 2, with one bit more behind its point."""
+    model, found = make(PLAIN, device), []
+    context = context_parallel(model, init_device_mesh(device.type, (3,)))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        rows = torch.randint(8, (1, 12), generator=generator)
+        with torch.no_grad():
+            found.append(float(context.loss(rows, items=12, input_ids=rows)))
+    return found
+
+
+def test_all_ranks_have_one_loss_to_the_bit() -> None:
+    """By which each decides alone whether to stop. Of three parts of a sum, each rank has another."""
+    first, *others = on_ranks(losses_of_three, 3, "gloo")
+    assert others == [first] * 2
+
+
 def other_scales(rank: int, device: torch.device) -> dict[str, str]:
     """What is said where rank 1 alone has other values in the FP8State, before and while rows are shared."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], {}
