@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lorakernels import (
     LoRAConfig,
@@ -119,7 +120,7 @@ def values_of(model: nn.Module) -> list[Any]:
 def afterwards(mesh: Any) -> dict[str, str]:
     """What a split model refuses."""
     model = make(WHOLE, CPU)
-    parallelize(model, mesh, sequence_parallel=True)
+    split = parallelize(model, mesh, sequence_parallel=True)
     attention = model.model.layers[0].self_attn
     members = [attention.q_proj, attention.k_proj]
     odd = torch.zeros(1, 3, dtype=torch.int64)
@@ -139,6 +140,7 @@ def afterwards(mesh: Any) -> dict[str, str]:
         "odd rows": said_by(lambda: loss_of(model, odd)),
         "torch.compile": said_by(lambda: compiled(torch.randn(4, 1, 64))),
         "float16": said_by(lambda: attention.q_proj(half)),
+        "FSDP2": said_by(lambda: (fully_shard(attention.q_proj, mesh=mesh), split.grad_norm())),
     }
 
 
@@ -305,6 +307,7 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
         ("torch.compile", "is split over ranks and cannot be compiled yet"),
         ("float16", "x must be float32 or bfloat16 over ranks, found torch.float16"),
+        ("FSDP2", "is a part of a layer that parallelize split, and FSDP2 shards it"),
     ],
 )
 def test_a_split_model_refuses_what_is_not_there(results: Any, what: str, said: str) -> None:
