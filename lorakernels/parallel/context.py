@@ -376,7 +376,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
         mesh: one dimension of a DeviceMesh, such as `mesh["cp"]`.
 
     Raises:
-        TypeError: the model has no config of transformers.
+        TypeError: the model has no config of transformers, or is PEFT's around one.
         ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a
             sliding window, capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are
             split, or stages are, over the same ranks. All ranks raise, and nothing is changed.
@@ -399,6 +399,10 @@ def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Mo
         config = getattr(model, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
             raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+        if hasattr(model, "get_base_model"):
+            raise TypeError(
+                f"model must be one of transformers, found {type(model).__name__} around it: give its get_base_model()"
+            )
         if cut is not None and cut.ranks.group is ranks.group and ranks.size > 1:
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lorakernels import fuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
-from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state
+from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state, model_of
 from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -199,6 +199,8 @@ def fused_flash8(device: torch.device) -> nn.Module:
 
 
 def refusals(rank: int, device: torch.device) -> dict[str, str]:
+    from peft import LoraConfig, get_peft_model
+
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     window = Way("window", family="Mistral", model={"sliding_window": 8})
@@ -213,6 +215,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         "attention": lambda: fused_flash8(device),
         "adapters": lambda: another_adapter(rank, make(PLAIN, device)),
         "split": lambda: split,
+        "PEFT": lambda: get_peft_model(model_of("Llama"), LoraConfig(target_modules=["q_proj"])),
     }
     found = {}
     for name, model in made.items():
@@ -241,6 +244,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    pytest.importorskip("peft")
     expected = {
         "no model": "TypeError: model must be one of transformers, found Linear",
         "window": "ValueError: model.layers.0 has a sliding window of 8",
@@ -250,6 +254,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "attention": "ValueError: model.layers.0 has attention='cudnn'",
         "adapters": "ValueError: all ranks of the group must have the same model, but the values of",
         "split": "is split over these ranks already",
+        "PEFT": "found PeftModel around it: give its get_base_model()",
         "mesh": "ValueError: mesh must have one dimension",
         "twice": "ValueError: model.layers.0 runs over ranks already",
         "labels": "ValueError: labels: the model sees this rank's tokens alone",
