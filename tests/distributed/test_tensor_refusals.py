@@ -21,7 +21,9 @@ from lorakernels import (
     LoRAConfig,
     LoRALinearGroup,
     fuse,
+    merge_and_unload,
     merge_lora,
+    unload,
 )
 from lorakernels.parallel import (
     ColumnParallelLoRALinear,
@@ -130,6 +132,8 @@ def afterwards(mesh: Any) -> dict[str, str]:
         "fuse": said_by(lambda: fuse(model, attention="math")),
         "a group": said_by(lambda: LoRALinearGroup(members)),
         "merge": said_by(lambda: merge_lora(model)),
+        "unload": said_by(lambda: unload(model)),
+        "merge_and_unload": said_by(lambda: merge_and_unload(model)),
         "a sharded base": said_by(lambda: shard_base(model, mesh)),
         "a sharded optimizer": said_by(
             lambda: ShardedAdamW([p for p in model.parameters() if p.requires_grad], mesh)
@@ -299,6 +303,8 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
         ),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
+        ("unload", "q_proj is split over tensor-parallel ranks: unloading is not there yet"),
+        ("merge_and_unload", "q_proj is split over tensor-parallel ranks: unloading"),
         ("a sharded optimizer", "is of a layer that parallelize split"),
         ("a sharded base", "the part of layers that parallelize split differs"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
