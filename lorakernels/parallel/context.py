@@ -8,6 +8,7 @@ which). Weights, whole or in a sharded base, are as without it. The loss is over
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
@@ -132,8 +133,9 @@ class ContextParallel:
         Raises:
             RuntimeError: the model was cut into stages, which `PipelineParallel.forward_backward` runs.
             TypeError: another input.
-            ValueError: a shape or dtype does not fit, ranks have other shapes, positions jump without `cu_seq_lens_q`,
-                or it does not reach the end, or has a document longer than `max_length_q`. All ranks raise if one does.
+            ValueError: a shape or dtype does not fit, ranks have other shapes, modes or items, positions jump without
+                `cu_seq_lens_q`, or it does not reach the end, or has a document longer than `max_length_q`. All ranks
+                raise if one does.
         """
         model: Any = self.model
         if Cut.of(model) is not None:
@@ -207,18 +209,26 @@ class ContextParallel:
         group = comm.on_host(self.ranks.group, next(self.model.parameters()).device)
         error: Exception | None = None
         form: tuple[int, ...] | None = None
+        how = f"training {self.model.training}, gradients {torch.is_grad_enabled()}, items "
+        how += repr(items) if isinstance(items, Real) else type(items).__name__
         try:
             given = self._given(labels, items, inputs)
             form = (*labels.shape, "cu_seq_lens_q" in given.inputs, self.looks_at(given.inputs))
+            form += (zlib.crc32(how.encode()),)
         except Exception as found:  # any: the other ranks wait below
             error = found
-        if not comm.alike(group, 4, form):
+        if not comm.alike(group, 5, form):
             with comm.together(group):
                 if error is not None:
                     raise error
+            agreed, hows = zip(*comm.agree(group, (form[:4] if form else None, how)), strict=True)
+            if len({*hows}) > 1:
+                raise ValueError(
+                    f"all ranks must have equal modes and items, found by rank {[*hows]}"
+                )
             forms = [
                 [*rows, "cu_seq_lens_q" if packed else "position_ids" if places else "neither"]
-                for *rows, packed, places in comm.agree(group, form)
+                for *rows, packed, places in agreed
             ]
             raise ValueError(
                 "all ranks must have equal rows [B, S], and cu_seq_lens_q and position_ids on all or on none, found by "

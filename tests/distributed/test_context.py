@@ -236,6 +236,10 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["shapes"] = refused(lambda: context.loss(labels[:1], input_ids=tokens))
     found["input"] = refused(lambda: context.loss(labels, input_ids=tokens, attention_mask=tokens))
     found["no input"] = refused(lambda: context.loss(labels))
+    found["items"] = refused(lambda: context.loss(labels, items=8 + rank, input_ids=tokens))
+    model.train(rank == 0)
+    found["modes"] = refused(lambda: context.loss(labels, input_ids=tokens))
+    model.train()
     model.set_attn_implementation("sdpa")
     found["changed"] = refused(lambda: context.loss(labels, input_ids=tokens))
     context.close()
@@ -264,6 +268,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "shapes": "ValueError: labels must be int64 [2, 16] as the rows, found torch.int64 [1, 16]",
         "input": "TypeError: loss takes",
         "no input": "TypeError: loss needs input_ids or inputs_embeds",
+        "items": "ValueError: all ranks must have equal modes and items, found by rank ['training True",
+        "modes": "ValueError: all ranks must have equal modes and items, found by rank ['training True",
         "changed": "RuntimeError: attention no longer runs over the ranks: attn_implementation is 'sdpa'",
         "closed": "nothing",
     }
