@@ -10,7 +10,7 @@ from lorakernels.fusion.fuse import unfuse
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.experts import restack
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import refuse_held
+from lorakernels.modules.holder import refuse_held, refuse_split
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.pretrained import describe_tying, plain_dtype, release_saving
@@ -32,8 +32,8 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
 
     Raises:
         ValueError: there is no such layer, or some adapters are merged and some not. Or the model is inside
-            `disable_lora`, is fused from a module above it, or has layers of a PeftModel; or a weight is not finite.
-            Nothing is changed then.
+            `disable_lora`, is fused from a module above it, split by `parallelize`, or has layers of a PeftModel; or a
+            weight is not finite. Nothing is changed then.
         TypeError: `dtype` is no floating-point type of two bytes or more.
         RuntimeError: parameters are sharded (FSDP2), or the weights are those of a sharded base.
     """
@@ -104,6 +104,7 @@ def _check(model: nn.Module, layers: dict[str, FrozenFP8Linear]) -> None:
         if any(is_sharded(p) for p in layer.parameters(recurse=False)):
             raise RuntimeError(f"{name or 'model'}: cannot unload sharded parameters")
         refuse_held(layer, "unload")
+        refuse_split(name or "model", layer, "unloading")
 
 
 def _plain_linear(name: str, layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> nn.Linear:

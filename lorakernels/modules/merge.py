@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lorakernels.modules.apply import tied_pointers, untie
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.state_entries import apart
 from lorakernels.modules.trained_parts import hidden_originals, swap_originals
@@ -91,10 +92,17 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
 
     Raises:
         ValueError: there is no LoRALinear in `model`.
+        RuntimeError: FSDP2 shards a bias or a module that was trained. It would go on with the trained values.
     """
     layers = list(_layers(model).values())
     before = [(layer, layer.disable_adapters) for layer in layers]
     hidden = hidden_originals(model)
+    trained = (p for m in hidden for p in m.parameters(recurse=False) if p.requires_grad)
+    if any(map(is_sharded, trained)):
+        raise RuntimeError(
+            "biases and modules_to_save that FSDP2 shards cannot show their original values: leave them out of it by "
+            "fully_shard(..., ignored_params={...}), and average their gradients yourself"
+        )
     merged: list[LoRALinear] = []
     try:
         for layer in layers:

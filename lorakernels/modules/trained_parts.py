@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -38,6 +38,19 @@ def keep_original(module: nn.Module, names: Iterable[str]) -> None:
         if parameter is not None:
             parameter.requires_grad_(True)
             originals[name] = parameter.detach().clone()
+
+
+def change_originals(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
+    """Let `module` keep `change(name, original)` for each parameter of its own, whose form has changed likewise."""
+    originals: dict[str, Tensor] = module.__dict__.get(_ORIGINAL, {})
+    originals.update({name: change(name, original) for name, original in originals.items()})
+
+
+def move_originals(old: nn.Module, new: nn.Module) -> None:
+    """Let `new`, which takes the place of `old` with its parameters, keep the originals that `old` kept."""
+    for name in (_ORIGINAL, _SHOWN):
+        if name in old.__dict__:
+            new.__dict__[name] = old.__dict__.pop(name)
 
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:

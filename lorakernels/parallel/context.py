@@ -8,6 +8,7 @@ which). Weights, whole or in a sharded base, are as without it. The loss is over
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from numbers import Real
@@ -51,6 +52,20 @@ class _Given(NamedTuple):
     inputs: dict[str, Any]
     wanted: Tensor
     items: Tensor
+
+
+class _Total(torch.autograd.Function):
+    """The sum of every rank's loss, the same bits on all. Its gradient is that of this rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
+        total = own.clone()
+        comm.all_reduce(group, total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
+        return dloss, None
 
 
 class ContextParallel:
@@ -118,8 +133,9 @@ class ContextParallel:
         Raises:
             RuntimeError: the model was cut into stages, which `PipelineParallel.forward_backward` runs.
             TypeError: another input.
-            ValueError: a shape or dtype does not fit, ranks have other shapes, positions jump without `cu_seq_lens_q`,
-                or it does not reach the end, or has a document longer than `max_length_q`. All ranks raise if one does.
+            ValueError: a shape or dtype does not fit, ranks have other shapes, modes or items, positions jump without
+                `cu_seq_lens_q`, or it does not reach the end, or has a document longer than `max_length_q`. All ranks
+                raise if one does.
         """
         model: Any = self.model
         if Cut.of(model) is not None:
@@ -129,9 +145,8 @@ class ContextParallel:
         given = (self._agreed if self.checks_places else self._given)(labels, items, inputs)
         hidden = model.base_model(use_cache=False, **given.inputs).last_hidden_state
         own = sum_of_losses(model, hidden, given.wanted) / given.items
-        total = own.detach().clone()
-        comm.all_reduce(self.ranks.group, total)
-        return own + (total - own.detach())
+        total: Tensor = _Total.apply(own, self.ranks.group)
+        return total
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
@@ -194,18 +209,26 @@ class ContextParallel:
         group = comm.on_host(self.ranks.group, next(self.model.parameters()).device)
         error: Exception | None = None
         form: tuple[int, ...] | None = None
+        how = f"training {self.model.training}, gradients {torch.is_grad_enabled()}, items "
+        how += repr(items) if isinstance(items, Real) else type(items).__name__
         try:
             given = self._given(labels, items, inputs)
             form = (*labels.shape, "cu_seq_lens_q" in given.inputs, self.looks_at(given.inputs))
+            form += (zlib.crc32(how.encode()),)
         except Exception as found:  # any: the other ranks wait below
             error = found
-        if not comm.alike(group, 4, form):
+        if not comm.alike(group, 5, form):
             with comm.together(group):
                 if error is not None:
                     raise error
+            agreed, hows = zip(*comm.agree(group, (form[:4] if form else None, how)), strict=True)
+            if len({*hows}) > 1:
+                raise ValueError(
+                    f"all ranks must have equal modes and items, found by rank {[*hows]}"
+                )
             forms = [
                 [*rows, "cu_seq_lens_q" if packed else "position_ids" if places else "neither"]
-                for *rows, packed, places in comm.agree(group, form)
+                for *rows, packed, places in agreed
             ]
             raise ValueError(
                 "all ranks must have equal rows [B, S], and cu_seq_lens_q and position_ids on all or on none, found by "
@@ -363,7 +386,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
         mesh: one dimension of a DeviceMesh, such as `mesh["cp"]`.
 
     Raises:
-        TypeError: the model has no config of transformers.
+        TypeError: the model has no config of transformers, or is PEFT's around one.
         ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a
             sliding window, capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are
             split, or stages are, over the same ranks. All ranks raise, and nothing is changed.
@@ -386,6 +409,10 @@ def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Mo
         config = getattr(model, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
             raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+        if hasattr(model, "get_base_model"):
+            raise TypeError(
+                f"model must be one of transformers, found {type(model).__name__} around it: give its get_base_model()"
+            )
         if cut is not None and cut.ranks.group is ranks.group and ranks.size > 1:
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"

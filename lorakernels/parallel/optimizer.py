@@ -25,6 +25,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.bucket import MOMENTS, Bucket
 from lorakernels.parallel.flat import cut, lay_out
+from lorakernels.parallel.pipeline_cut import OF_STAGE
 from lorakernels.parallel.tensor_layers import OF_PART
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class ShardedAdamW(torch.optim.AdamW):
             flatten several dimensions into one.
         average: divide the summed gradients by the number of ranks, as DistributedDataParallel does. False for a loss
             that is divided by the number of all ranks' tokens already.
-        max_grad_norm: clip the summed gradient to this norm. None does not clip. `torch.nn.utils.clip_grad_norm_`
-            would see this rank's gradients only.
+        max_grad_norm: clip the summed gradient to this norm. None does not clip. After `pipeline_parallel` the norm is
+            that of all stages. `torch.nn.utils.clip_grad_norm_` would see this rank's gradients only.
         adamw: AdamW's keywords: lr, betas, eps, weight_decay, foreach, fused, maximize, capturable.
 
     Attributes:
@@ -92,6 +93,7 @@ class ShardedAdamW(torch.optim.AdamW):
         self._shards: dict[Tensor, Tensor] = {}
         self._wholes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._own: torch.optim.AdamW | None = None
+        self._stages: Any = None  # the group of ranks with the other stages of the model
         self._compared = False
         with comm.together(self._group):  # torch refuses a rank's list without parameters
             if max_grad_norm is not None and not max_grad_norm > 0:
@@ -131,6 +133,8 @@ class ShardedAdamW(torch.optim.AdamW):
         """Collective: check the parameters, lay them out in buckets, and take rank 0's values."""
         params = [p for group in groups for p in group["params"]]
         self._check(params, groups)
+        stages = (vars(p)[OF_STAGE].group for p in params if OF_STAGE in vars(p))
+        self._stages = next(stages, self._stages)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.dtype, p.device), []).append(p)
@@ -236,6 +240,8 @@ class ShardedAdamW(torch.optim.AdamW):
         squares = [norm.to(device).square() for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         comm.all_reduce(self._group, total)
+        if self._stages is not None:
+            comm.all_reduce(self._stages, total)
         self.grad_norm = norm = total.sqrt()
         factor = (most / (norm + 1e-6)).clamp(max=1.0)
         for bucket in buckets:

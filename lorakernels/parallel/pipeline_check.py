@@ -180,7 +180,7 @@ def check_inputs(asked: Asked, microbatches: int, shared: bool) -> None:
 
     Raises:
         TypeError: another input, or no `input_ids`.
-        ValueError: a shape does not fit, or there is a mask over shared rows.
+        ValueError: a shape or the labels' dtype does not fit, or there is a mask over shared rows.
         RuntimeError: there is a backward, and gradients are off.
     """
     if asked.trains and not torch.is_grad_enabled():
@@ -198,6 +198,14 @@ def check_inputs(asked: Asked, microbatches: int, shared: bool) -> None:
         )
     wanted = {"labels": [tokens.shape], "attention_mask": [tokens.shape]}
     wanted["position_ids"] = [tokens.shape, torch.Size((1, tokens.shape[1]))]
+    labels = asked.labels
+    if not isinstance(labels, Tensor) or (labels.dtype, labels.device) != (
+        torch.int64,
+        tokens.device,
+    ):
+        raise ValueError(
+            f"labels must be int64 on {tokens.device} as the rows, found {_shown(labels)}"
+        )
     for name, x in {**asked.inputs, "labels": asked.labels}.items():
         if x is not None and name in wanted and x.shape not in wanted[name]:
             raise ValueError(

@@ -20,6 +20,7 @@ from lorakernels.fusion.rewire import let_go
 from lorakernels.parallel.pipeline_stages import Absent, Places, Skipped
 from lorakernels.parallel.tensor_ranks import Ranks
 
+OF_STAGE = "of_a_stage"  # attribute of the parameters of a model that was cut: the pipeline's ranks
 _OF_MODEL = "pipeline_cut"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import (
@@ -236,7 +237,14 @@ class TensorParallel:
         return found
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        found = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        for name, parameter in found:
+            if is_sharded(parameter):
+                raise RuntimeError(
+                    f"{name} is a part of a layer that parallelize split, and FSDP2 shards it, which is not there yet: "
+                    "average gradients by DistributedDataParallel over the other dimension, and take shard_base"
+                )
+        return found
 
     def __str__(self) -> str:
         ranks = self.ranks

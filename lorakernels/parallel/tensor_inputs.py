@@ -67,7 +67,7 @@ def _form(model: nn.Module, labels: Any, items: Any, inputs: Mapping[str, Any]) 
         raise TypeError(f"items must be a number, found {items!r}")
     how = f"training {model.training}, gradients {torch.is_grad_enabled()}"
     given = [f"{name} {_shown(value)}" for name, value in sorted(inputs.items())]
-    return "; ".join([how, f"items {'None' if items is None else 'given'}", *given])
+    return "; ".join([how, f"items {_shown(items)}", *given])
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from lorakernels.autograd.linear_node import in_bytes
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.trained_parts import change_originals
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.parallel.tensor_nodes import ColumnNode, PartCall, RowNode
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales, shared
@@ -202,6 +203,8 @@ def cut(
             layer._parameters[name] = nn.Parameter(own.view(whole.dtype), requires_grad=False)
         else:
             whole.data, whole.grad = own_part(whole.detach(), dim, ranks), None
+    at = kind.dimensions
+    change_originals(layer, lambda name, x: own_part(x, at[name], ranks) if name in at else x)
     if read is not None:
         layer.weight_scale_inv = read.scale_inv
     for parameter in layer.parameters(recurse=False):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lorakernels import fuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
-from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state
+from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state, model_of
 from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
@@ -199,6 +199,8 @@ def fused_flash8(device: torch.device) -> nn.Module:
 
 
 def refusals(rank: int, device: torch.device) -> dict[str, str]:
+    from peft import LoraConfig, get_peft_model
+
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     window = Way("window", family="Mistral", model={"sliding_window": 8})
@@ -213,6 +215,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
         "attention": lambda: fused_flash8(device),
         "adapters": lambda: another_adapter(rank, make(PLAIN, device)),
         "split": lambda: split,
+        "PEFT": lambda: get_peft_model(model_of("Llama"), LoraConfig(target_modules=["q_proj"])),
     }
     found = {}
     for name, model in made.items():
@@ -233,6 +236,10 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
     found["shapes"] = refused(lambda: context.loss(labels[:1], input_ids=tokens))
     found["input"] = refused(lambda: context.loss(labels, input_ids=tokens, attention_mask=tokens))
     found["no input"] = refused(lambda: context.loss(labels))
+    found["items"] = refused(lambda: context.loss(labels, items=8 + rank, input_ids=tokens))
+    model.train(rank == 0)
+    found["modes"] = refused(lambda: context.loss(labels, input_ids=tokens))
+    model.train()
     model.set_attn_implementation("sdpa")
     found["changed"] = refused(lambda: context.loss(labels, input_ids=tokens))
     context.close()
@@ -241,6 +248,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
+    pytest.importorskip("peft")
     expected = {
         "no model": "TypeError: model must be one of transformers, found Linear",
         "window": "ValueError: model.layers.0 has a sliding window of 8",
@@ -250,6 +258,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "attention": "ValueError: model.layers.0 has attention='cudnn'",
         "adapters": "ValueError: all ranks of the group must have the same model, but the values of",
         "split": "is split over these ranks already",
+        "PEFT": "found PeftModel around it: give its get_base_model()",
         "mesh": "ValueError: mesh must have one dimension",
         "twice": "ValueError: model.layers.0 runs over ranks already",
         "labels": "ValueError: labels: the model sees this rank's tokens alone",
@@ -259,6 +268,8 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "shapes": "ValueError: labels must be int64 [2, 16] as the rows, found torch.int64 [1, 16]",
         "input": "TypeError: loss takes",
         "no input": "TypeError: loss needs input_ids or inputs_embeds",
+        "items": "ValueError: all ranks must have equal modes and items, found by rank ['training True",
+        "modes": "ValueError: all ranks must have equal modes and items, found by rank ['training True",
         "changed": "RuntimeError: attention no longer runs over the ranks: attn_implementation is 'sdpa'",
         "closed": "nothing",
     }
@@ -282,6 +293,24 @@ def uneven(rank: int, device: torch.device) -> list[Any]:
 
 def test_a_gradient_that_one_rank_has_reaches_all() -> None:
     assert on_ranks(uneven, 2, "gloo") == [[{7.0}, {4.0}, None]] * 2
+
+
+def losses_of_three(rank: int, device: torch.device) -> list[float]:
+    """Of rows, each between 3.5 and 4 while a rank's part is between 1 and 2, with one bit more behind its point."""
+    model, found = make(PLAIN, device), []
+    context = context_parallel(model, init_device_mesh(device.type, (3,)))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        rows = torch.randint(8, (1, 12), generator=generator)
+        with torch.no_grad():
+            found.append(float(context.loss(rows, items=12, input_ids=rows)))
+    return found
+
+
+def test_all_ranks_have_one_loss_to_the_bit() -> None:
+    """By which each decides alone whether to stop. Of three parts of a sum, each rank has another."""
+    first, *others = on_ranks(losses_of_three, 3, "gloo")
+    assert others == [first] * 2
 
 
 def other_scales(rank: int, device: torch.device) -> dict[str, str]:

@@ -32,7 +32,7 @@ SAID = {
     "shorter rows": FORM,
     "a mask": FORM,
     "items": FORM,
-    "labels of int32": FORM,
+    "labels of int32": "labels must be int64 on cpu as the rows, found int32 [4, 12]",
     "evaluation": FORM,
     "another dtype": FORM,
 }
@@ -88,6 +88,10 @@ def steps(rank: int, device: torch.device) -> dict[str, Any]:
         (cut.loss if rank else cut.forward_backward)(**right)
     except ValueError as error:
         found["no backward"] = str(error)
+    try:  # the loss would raise on the last rank alone
+        cut.forward_backward(**(right | {"labels": labels.int()}))
+    except ValueError as error:
+        found["int32 everywhere"] = str(error)
     found["last"] = bool(cut.forward_backward(**right) == expected)
     cut.checks_inputs = False
     with patch.object(comm, "alike") as asked:
@@ -100,6 +104,7 @@ def test_a_step_that_one_rank_cannot_run_is_refused_on_all() -> None:
     for rank, found in enumerate(on_ranks(steps, 2, "gloo")):
         for name, said in {**SAID, "no backward": FORM}.items():
             ahead = "" if rank or said == FORM else "rank 1: "
+            assert found["int32 everywhere"].startswith(SAID["labels of int32"])
             assert found[name].startswith(ahead + said), (rank, name, found[name])
         for name in ("first", "next", "last", "unchecked"):
             assert found[name] is True, (rank, name)

@@ -31,7 +31,8 @@ SAID = {
     "one row": FORM,
     "a mask": FORM,
     "an option": FORM,
-    "items": FORM,
+    "other items": FORM,
+    "no items": FORM,
     "evaluation": FORM,
     "no gradients": FORM,
 }
@@ -44,7 +45,7 @@ def losses(rank: int, device: torch.device, save: str | None) -> dict[str, Any]:
     model = make(Way("", True, save=save, vocabulary=True), device)
     split = parallelize(model, mesh, vocabulary=True)
     tokens = batch(0, device)
-    right: dict[str, Any] = {"labels": tokens, "input_ids": tokens}
+    right: dict[str, Any] = {"labels": tokens, "input_ids": tokens, "items": 4}
     wrong: dict[str, dict[str, Any]] = {
         "short labels": {"labels": tokens[:, 1:]},
         "labels of fp32": {"labels": tokens.float()},
@@ -57,7 +58,8 @@ def losses(rank: int, device: torch.device, save: str | None) -> dict[str, Any]:
         "one row": {"labels": tokens[:1], "input_ids": tokens[:1]},
         "a mask": {"attention_mask": torch.ones_like(tokens)},
         "an option": {"output_attentions": False},
-        "items": {"items": 3},
+        "other items": {"items": 3},
+        "no items": {"items": None},
         "evaluation": {},
         "no gradients": {},
     }

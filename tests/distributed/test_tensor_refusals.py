@@ -15,12 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lorakernels import (
     LoRAConfig,
     LoRALinearGroup,
     fuse,
+    merge_and_unload,
     merge_lora,
+    unload,
 )
 from lorakernels.parallel import (
     ColumnParallelLoRALinear,
@@ -119,7 +122,7 @@ def values_of(model: nn.Module) -> list[Any]:
 def afterwards(mesh: Any) -> dict[str, str]:
     """What a split model refuses."""
     model = make(WHOLE, CPU)
-    parallelize(model, mesh, sequence_parallel=True)
+    split = parallelize(model, mesh, sequence_parallel=True)
     attention = model.model.layers[0].self_attn
     members = [attention.q_proj, attention.k_proj]
     odd = torch.zeros(1, 3, dtype=torch.int64)
@@ -129,6 +132,8 @@ def afterwards(mesh: Any) -> dict[str, str]:
         "fuse": said_by(lambda: fuse(model, attention="math")),
         "a group": said_by(lambda: LoRALinearGroup(members)),
         "merge": said_by(lambda: merge_lora(model)),
+        "unload": said_by(lambda: unload(model)),
+        "merge_and_unload": said_by(lambda: merge_and_unload(model)),
         "a sharded base": said_by(lambda: shard_base(model, mesh)),
         "a sharded optimizer": said_by(
             lambda: ShardedAdamW([p for p in model.parameters() if p.requires_grad], mesh)
@@ -139,6 +144,7 @@ def afterwards(mesh: Any) -> dict[str, str]:
         "odd rows": said_by(lambda: loss_of(model, odd)),
         "torch.compile": said_by(lambda: compiled(torch.randn(4, 1, 64))),
         "float16": said_by(lambda: attention.q_proj(half)),
+        "FSDP2": said_by(lambda: (fully_shard(attention.q_proj, mesh=mesh), split.grad_norm())),
     }
 
 
@@ -297,6 +303,8 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
         ),
         ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
+        ("unload", "q_proj is split over tensor-parallel ranks: unloading is not there yet"),
+        ("merge_and_unload", "q_proj is split over tensor-parallel ranks: unloading"),
         ("a sharded optimizer", "is of a layer that parallelize split"),
         ("a sharded base", "the part of layers that parallelize split differs"),
         ("once more", "is a ColumnLoRA, which cannot be split over ranks"),
@@ -305,6 +313,7 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
         ("odd rows", "batch · length must be a positive multiple of the 2 ranks, found 3"),
         ("torch.compile", "is split over ranks and cannot be compiled yet"),
         ("float16", "x must be float32 or bfloat16 over ranks, found torch.float16"),
+        ("FSDP2", "is a part of a layer that parallelize split, and FSDP2 shards it"),
     ],
 )
 def test_a_split_model_refuses_what_is_not_there(results: Any, what: str, said: str) -> None:
