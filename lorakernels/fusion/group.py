@@ -340,7 +340,8 @@ class FusedGroup:
             self._weight = self._weight.view(torch.uint8)
 
     def _join_A(self) -> None:
-        adapted = [m for m in self.members if isinstance(m, LoRALinear)]
+        # of a layer of PEFT's all adapters may have been deleted
+        adapted: list[Any] = [m for m in self.members if m._parameters.get("lora_A") is not None]
         if len(adapted) > 1 and adapted[0].lora_A.dim() == 2:
             self._lora_A = {tuple(id(m) for m in adapted): join_rows([m.lora_A for m in adapted])}
 
