@@ -171,8 +171,11 @@ def arguments():
             LINEAR_FORWARD,
             (*forward(own), 0.5, 0.3, own.handle.tensor, x8, scale_inv),
         ),
-        "linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4)),
-        "linear_backward-B": (LINEAR_BACKWARD, (*backward, [False, False, True, False], 2.0, 0.1)),
+        "linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4, True)),
+        "linear_backward-B": (
+            LINEAR_BACKWARD,
+            (*backward, [False, False, True, False], False, 2.0, 0.1),
+        ),
         "quantize_shared_input": (QUANTIZE, (x, own.handle.tensor, False)),
     }
 
