@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRALinear under torch.compile: one op each way, equal in every layer's trace.
 
-    forward    y, x8, s = linear_forward(x, W8, A, B, handle, training)
-    backward   dx, dA, dB = linear_backward(dy, x8, s, W8, A, B, handle, training)
+    forward    y, x8, s = compiled_linear_forward(x, W8, A, B, handle, training)
+    backward   dx, dA, dB = compiled_linear_backward(dy, x8, s, W8, A, B, handle, training)
 
 Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
 site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
@@ -10,6 +10,9 @@ site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all 
 The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
 forward that runs twice records the same amax. The first layer's op makes the automatic update before it reads a scale.
 A visible write would do harm: the state would be saved for backward, which would then find it overwritten.
+
+Inductor keeps backward passes on disk by the forward's graph alone. So a change of the backward op's arguments, or of
+`_differentiate`, needs another name of the forward op.
 """
 
 from __future__ import annotations
@@ -85,7 +88,7 @@ def _directly(x: Tensor) -> Callable[..., Any]:
 
 
 def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """x8 [M, K] and its scale_inv [1], for several calls of `linear_forward` with one x [M, K]."""
+    """x8 [M, K] and its scale_inv [1], for several calls of `compiled_linear_forward` with one x [M, K]."""
     numbers = numbers_of(handle)
     assert numbers.state is not None
     numbers.state.begin(x.device, numbers.column_dy, training)
@@ -94,7 +97,7 @@ def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Te
     return x8, scale_inv
 
 
-def linear_forward(
+def compiled_linear_forward(
     x: Tensor,
     weight: Tensor,
     weight_scale_inv: Tensor | None,
@@ -148,7 +151,7 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return y, made8, scale_inv, s
 
 
-def linear_backward(
+def compiled_linear_backward(
     dy: Tensor,
     operand: Tensor | None,
     x_scale_inv: Tensor | None,
@@ -254,9 +257,9 @@ quantize_input = define_composed(
         empty(x, 1, dtype=torch.float32),
     ),
 )
-backward_op = define_composed(linear_backward, _fake_backward)
+backward_op = define_composed(compiled_linear_backward, _fake_backward)
 forward_op = define_composed(
-    linear_forward, _fake_forward, save=_save, differentiate=_differentiate
+    compiled_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
 )
 
 
@@ -270,7 +273,7 @@ def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) 
 def _forward_operands(
     numbers: Numbers, args: Sequence[Any]
 ) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
-    """What `forward_plan` takes, from the first ten arguments of `linear_forward`."""
+    """What `forward_plan` takes, from the first ten arguments of `compiled_linear_forward`."""
     x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, _, training = args
     spec = _spec(numbers, None, None, None, numbers.column_x, training)
     frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
@@ -285,7 +288,7 @@ def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
 
 
 def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`linear_forward` behind the state's `begin`."""
+    """`compiled_linear_forward` behind the state's `begin`."""
     x, bias, adapter, weight, call = _forward_operands(numbers_of(args[8]), args)
     return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
 
@@ -308,7 +311,7 @@ def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
 
 
 launch_ahead(forward_op, 8, 10, _forward_found, _forward_by_ops, begins=True)
-launch_ahead(backward_op, 11, 14, _backward_found, linear_backward, begins=False)
+launch_ahead(backward_op, 11, 14, _backward_found, compiled_linear_backward, begins=False)
 
 
 def is_compiling() -> bool:
@@ -338,7 +341,7 @@ def compiled_linear(
     """`lora_linear` for a trace: x [..., K] → [..., N].
 
     `base` is (weight, its scale_inv, its transposed copy, bias), `adapter` is (A, B). `options` are the optional
-    arguments of `linear_forward`.
+    arguments of `compiled_linear_forward`.
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]

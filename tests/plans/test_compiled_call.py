@@ -21,8 +21,8 @@ from tests.dry_cuda import dry_cuda
 from tests.plans.test_compiled_plan import BF16, OPTIONS, K, layer, rows
 from tests.plans.test_linear_plan import launches
 
-FORWARD = torch.ops.lorakernels.linear_forward.default
-BACKWARD = torch.ops.lorakernels.linear_backward.default
+FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
+BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
 pytestmark = pytest.mark.skipif(
     not sees_dispatch_keys() or not hasattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback"),
     reason="all calls go through this torch's dispatcher",
