@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lorakernels.plans.once import once_differentiable
 
 
 class _Kernel(NamedTuple):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRALinear under torch.compile: one op each way, equal in every layer's trace.
 
-    forward    y, x8, s = linear_forward(x, W8, A, B, handle)
-    backward   dx, dA, dB = linear_backward(dy, x8, s, W8, A, B, handle)
+    forward    y, x8, s = compiled_linear_forward(x, W8, A, B, handle, training)
+    backward   dx, dA, dB = compiled_linear_backward(dy, x8, s, W8, A, B, handle, training)
 
 Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
 site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
@@ -10,6 +10,9 @@ site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all 
 The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
 forward that runs twice records the same amax. The first layer's op makes the automatic update before it reads a scale.
 A visible write would do harm: the state would be saved for backward, which would then find it overwritten.
+
+Inductor keeps backward passes on disk by the forward's graph alone. So a change of the backward op's arguments, or of
+`_differentiate`, needs another name of the forward op.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def _spec(
     p: float | None,
     mask: Tensor | None,
     column: int,
-    training: bool = True,
+    training: bool,
 ) -> LoRASpec:
     drawn = numbers if mask is None else numbers_of(mask)
     key = (scaling, p, drawn.p, drawn.site, drawn.row0, column, training)
@@ -85,7 +88,7 @@ def _directly(x: Tensor) -> Callable[..., Any]:
 
 
 def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """x8 [M, K] and its scale_inv [1], for several calls of `linear_forward` with one x [M, K]."""
+    """x8 [M, K] and its scale_inv [1], for several calls of `compiled_linear_forward` with one x [M, K]."""
     numbers = numbers_of(handle)
     assert numbers.state is not None
     numbers.state.begin(x.device, numbers.column_dy, training)
@@ -94,7 +97,7 @@ def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Te
     return x8, scale_inv
 
 
-def linear_forward(
+def compiled_linear_forward(
     x: Tensor,
     weight: Tensor,
     weight_scale_inv: Tensor | None,
@@ -148,7 +151,7 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return y, made8, scale_inv, s
 
 
-def linear_backward(
+def compiled_linear_backward(
     dy: Tensor,
     operand: Tensor | None,
     x_scale_inv: Tensor | None,
@@ -162,18 +165,19 @@ def linear_backward(
     slot: Tensor | None,
     handle: Tensor,
     needs: Sequence[bool],
+    training: bool,
     scaling: float | None = None,
     p: float | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
 
-    `operand` is x8, or x over a plain W.
+    `operand` is x8, or x over a plain W. `training` is the forward's.
     """
     numbers = numbers_of(handle)
     state = numbers.state
     dy = dy.contiguous()
-    spec = _spec(numbers, scaling, p, mask, numbers.column_dy)
+    spec = _spec(numbers, scaling, p, mask, numbers.column_dy, training)
     need, (state_x, state_dy) = Needs(*needs), _states(state)
     saved = Saved(
         Weight(weight, weight_scale_inv, weight_t) if weight is not None else None,
@@ -193,7 +197,7 @@ def linear_backward(
 
 def _fake_backward(  # type: ignore[no-untyped-def]
     dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B, bias,
-    slot, handle, needs, scaling=None, p=None, mask=None,
+    slot, handle, needs, training, scaling=None, p=None, mask=None,
 ):  # fmt: skip
     need = Needs(*needs)
     none = [empty(dy, 0) for _ in range(4)]
@@ -206,7 +210,9 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle = inputs[:9]
+    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle, training = inputs[
+        :10
+    ]
     scaling, p, mask, x8, x_scale_inv = inputs[10:]
     _, made8, made_scale_inv, s = output
     ctx.set_materialize_grads(False)
@@ -230,7 +236,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         handle,
         mask,
     )
-    ctx.needs, ctx.scaling, ctx.p, ctx.inputs = needs, scaling, p, len(inputs)
+    ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), (training, scaling, p)
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
@@ -238,7 +244,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | 
     if dy is None:
         return tuple(found)
     *tensors, mask = ctx.saved_tensors
-    grads = backward_op(dy, *tensors, list(ctx.needs[:4]), ctx.scaling, ctx.p, mask)
+    grads = backward_op(dy, *tensors, list(ctx.needs[:4]), *ctx.numbers, mask)
     for place, grad, needed in zip((0, 5, 6, 4), grads, ctx.needs, strict=False):
         found[place] = grad if needed else None
     return tuple(found)
@@ -251,9 +257,9 @@ quantize_input = define_composed(
         empty(x, 1, dtype=torch.float32),
     ),
 )
-backward_op = define_composed(linear_backward, _fake_backward)
+backward_op = define_composed(compiled_linear_backward, _fake_backward)
 forward_op = define_composed(
-    linear_forward, _fake_forward, save=_save, differentiate=_differentiate
+    compiled_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
 )
 
 
@@ -267,7 +273,7 @@ def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) 
 def _forward_operands(
     numbers: Numbers, args: Sequence[Any]
 ) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
-    """What `forward_plan` takes, from the first ten arguments of `linear_forward`."""
+    """What `forward_plan` takes, from the first ten arguments of `compiled_linear_forward`."""
     x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, _, training = args
     spec = _spec(numbers, None, None, None, numbers.column_x, training)
     frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
@@ -282,18 +288,18 @@ def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
 
 
 def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`linear_forward` behind the state's `begin`."""
+    """`compiled_linear_forward` behind the state's `begin`."""
     x, bias, adapter, weight, call = _forward_operands(numbers_of(args[8]), args)
     return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
 
 
 def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
     dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B = args[:9]
-    slot, needs = args[10], args[12]
+    slot, needs, training = args[10], args[12], args[13]
     if weight_scale_inv is None:
         return None
     state_x, state_dy = _states(numbers.state)
-    spec = _spec(numbers, None, None, None, numbers.column_dy)
+    spec = _spec(numbers, None, None, None, numbers.column_dy, training)
     saved = Saved(
         Weight(weight, weight_scale_inv, weight_t),
         Adapter(lora_A, lora_B, s),
@@ -305,7 +311,7 @@ def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
 
 
 launch_ahead(forward_op, 8, 10, _forward_found, _forward_by_ops, begins=True)
-launch_ahead(backward_op, 11, 13, _backward_found, linear_backward, begins=False)
+launch_ahead(backward_op, 11, 14, _backward_found, compiled_linear_backward, begins=False)
 
 
 def is_compiling() -> bool:
@@ -335,7 +341,7 @@ def compiled_linear(
     """`lora_linear` for a trace: x [..., K] → [..., N].
 
     `base` is (weight, its scale_inv, its transposed copy, bias), `adapter` is (A, B). `options` are the optional
-    arguments of `linear_forward`.
+    arguments of `compiled_linear_forward`.
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]

@@ -32,7 +32,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd.fused_node import (
@@ -60,6 +59,7 @@ from lorakernels.autograd.linear import (
 )
 from lorakernels.autograd.linear_projections import Projections
 from lorakernels.numerics.gate_up import packed
+from lorakernels.plans.once import once_differentiable
 from lorakernels.values import Scaled
 
 

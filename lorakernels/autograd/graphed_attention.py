@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakernels.device import capability_of
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
+from lorakernels.plans.once import once_differentiable
 
 HALVES = (torch.bfloat16, torch.float16)
 WIDTHS = (64, 128)  # D that were measured

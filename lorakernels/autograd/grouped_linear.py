@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.numerics.groups import Routing
+from lorakernels.plans.once import once_differentiable
 from lorakernels.values import Groups, Scaled, Scaling, Up, Weight
 
 

@@ -40,6 +40,7 @@ from lorakernels.autograd.lent import whole
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
+from lorakernels.plans.once import once_differentiable
 from lorakernels.values import LogitChange, Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2
@@ -216,6 +217,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss if factor is None else loss * factor
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias, factor = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes

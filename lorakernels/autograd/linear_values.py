@@ -122,8 +122,20 @@ class Adapter(NamedTuple):
     s: Tensor | None = None
 
 
+def check_frozen(weight: Tensor, name: str = "the layer") -> None:
+    """RuntimeError for a plain W that is to train: no backward here computes its gradient."""
+    if weight.requires_grad:
+        raise RuntimeError(
+            f"{name}: weight.requires_grad must be False, found True. A frozen weight gets no gradient: call "
+            "weight.requires_grad_(False)"
+        )
+
+
 def check_input(x: Tensor, weight: Tensor) -> None:
-    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device."""
+    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device. RuntimeError
+    for a weight that is to train."""
+    if weight.requires_grad and torch.is_grad_enabled():
+        check_frozen(weight)
     if x.dtype not in FLOATS:
         is_fp8 = x.is_floating_point() and x.element_size() == 1
         cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakernels.autograd.compiled_plan import (
     PLANS,
@@ -27,6 +26,7 @@ from lorakernels.autograd.compiled_plan import (
 from lorakernels.autograd.linear import through_dispatcher
 from lorakernels.autograd.linear_projections import Needs
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.plans.once import once_differentiable
 from lorakernels.plans.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
 from lorakernels.autograd.fused_node import flat
+from lorakernels.plans.once import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):

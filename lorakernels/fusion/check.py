@@ -156,7 +156,7 @@ def _check_projections(
     for name, _, module in projections(layer):
         weight = module.weight
         assert isinstance(weight, Tensor)
-        if _is_plain(module) and weight.requires_grad:
+        if weight.requires_grad:
             raise ValueError(f"{path}.{name}.weight is trained: a fused layer trains adapters only")
         if _is_plain(module) and recipe is not None and not bool(weight.isfinite().all()):
             raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")

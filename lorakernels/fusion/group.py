@@ -26,7 +26,7 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
 from lorakernels.autograd.linear_projections import OverRanks, Projections
-from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.autograd.linear_values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import join_rows, storage_of
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
@@ -167,7 +167,7 @@ class FusedGroup:
             lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
             objects += (weight, scale, buffers["weight_t"], lora_A, lora_B, bias)
             objects.append(own["_handle"])  # there is a new one after a number of the layer changed
-            numbers += (weight.data_ptr(), weight._version, own["training"])
+            numbers += (weight.data_ptr(), weight._version, own["training"], weight.requires_grad)
             numbers += (own.get("merged"), own.get("disable_adapters"))
             if scale is not None:
                 numbers += (scale.data_ptr(), scale._version)
@@ -204,6 +204,8 @@ class FusedGroup:
         return self._variants[key]
 
     def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
+        for m in self.members:
+            check_frozen(m.stored, m.name)
         if any(m.training != training for m in self.members):
             modes = {m.name: "training" if m.training else "eval" for m in self.members}
             raise RuntimeError(f"projections fused into one must be in one mode, found {modes}")
@@ -341,7 +343,8 @@ class FusedGroup:
             self._weight = self._weight.view(torch.uint8)
 
     def _join_A(self) -> None:
-        adapted = [m for m in self.members if isinstance(m, LoRALinear)]
+        # of a layer of PEFT's all adapters may have been deleted
+        adapted: list[Any] = [m for m in self.members if m._parameters.get("lora_A") is not None]
         if len(adapted) > 1 and adapted[0].lora_A.dim() == 2:
             self._lora_A = {tuple(id(m) for m in adapted): join_rows([m.lora_A for m in adapted])}
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.trained_parts import hand_over_originals
 
 
 @dataclass(eq=False)
@@ -54,6 +55,7 @@ class KeptLinear:
         assert now is not None
         self.linear._parameters["weight"] = weight
         self.linear._parameters["bias"] = now._parameters["bias"]
+        hand_over_originals(now, self.linear)
         self.linear.train(now.training)
         self.parent._modules[self.name] = self.linear
 

@@ -30,6 +30,7 @@ from lorakernels.modules.projections import (
     is_inside_projection,
     keep_projection,
 )
+from lorakernels.modules.trained_parts import hand_over_originals
 from lorakernels.modules.undo import Before, all_or_nothing
 
 _NONE = (None, None)
@@ -205,6 +206,7 @@ def _freeze(
         new = before.patiently(partial(FrozenFP8Linear.from_linear, module, recipe, **held))
         # keep the Parameter itself: trained or not, an optimizer may hold it
         new._parameters["bias"] = module._parameters["bias"]
+        hand_over_originals(module, new)
         leaf = name.rpartition(".")[2]
         if options.keep_linears:
             found.kept.append(KeptLinear.of(full, layer, parent, leaf, module))

@@ -131,6 +131,8 @@ class LoraKernelsLinear(PeftLinear):
             return "a part of the layer has hooks"
         if not isinstance(parts[3], _DROPOUTS):
             return f"dropout is a {type(parts[3]).__name__}"
+        if self.dropout_of(name) >= 1.0:
+            return "dropout drops everything"
         return None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -41,8 +41,14 @@ class PeftProjection(LoRALinear):
 
     @property
     def _adapter(self) -> str:
-        """The active adapter, or any adapter if none is active."""
-        return next(iter(self._active() or self.layer.lora_A))
+        """The active adapter, or any adapter if none is active.
+
+        Raises:
+            AttributeError: PEFT has deleted all.
+        """
+        for name in self._active() or self.layer.lora_A:
+            return str(name)
+        raise AttributeError(f"{self.name or 'this layer'} has no adapter")
 
     @property
     def disable_adapters(self) -> bool:  # type: ignore[override]
@@ -112,8 +118,11 @@ class PeftProjection(LoRALinear):
     def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
         if self.layer.disable_adapters and self.layer.merged:
             self.layer.unmerge()  # PEFT's forward does the same
-        own, adapter, modules = self.base._parameters, self._adapter, self.layer._modules
-        factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
+        own, modules = self.base._parameters, self.layer._modules
+        factors: dict[str, Any] = {}
+        if self.layer.lora_A:
+            adapter = self._adapter
+            factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
         return {"weight": own["weight"], "bias": own["bias"], **factors}
 
     @property

@@ -306,7 +306,7 @@ class FrozenFP8Linear(nn.Module):
         """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained).
 
         Raises:
-            TypeError: x is not float32, bfloat16 or float16.
+            TypeError: x is not float32, bfloat16 or float16. RuntimeError: the weight is to train, which it cannot.
             ValueError: x's last dimension is not K, or x is on another device.
         """
         compiling = torch.compiler.is_compiling()

@@ -275,7 +275,8 @@ class LoRALinear(MergeableLinear):
             TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device. Or several adapters do not divide the
                 first dimension of an x of three or more.
-            RuntimeError: it has several adapters, and one of them is merged.
+            RuntimeError: it has several adapters, and one of them is merged. Or gradients are computed, and
+                `weight.requires_grad` is True, though the weight is frozen.
         """
         if self.merged or self.disable_adapters:
             if self.merged:

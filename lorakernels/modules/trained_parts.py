@@ -4,13 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 # Plain attributes, not children or buffers: absent from state_dict, carried by deepcopy and pickle.
 _ORIGINAL = "_lorakernels_original"
 _SAVED = "_lorakernels_saved"
-_SHOWN = "_lorakernels_shows_original"
+
+
+@dataclass(eq=False)
+class _Originals:
+    """What a module keeps: `values` of its parameters by name, the trained ones while the originals are `shown`."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    shown: bool = False
 
 
 def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
@@ -32,25 +40,24 @@ def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
 
 def keep_original(module: nn.Module, names: Iterable[str]) -> None:
     """Make the parameters `names` of `module` itself trainable, and keep copies of their present values."""
-    originals: dict[str, Tensor] = module.__dict__.setdefault(_ORIGINAL, {})
+    originals: _Originals = module.__dict__.setdefault(_ORIGINAL, _Originals())
     for name in names:
         parameter = module._parameters[name]
         if parameter is not None:
             parameter.requires_grad_(True)
-            originals[name] = parameter.detach().clone()
+            originals.values[name] = parameter.detach().clone()
+
+
+def hand_over_originals(old: nn.Module, new: nn.Module) -> None:
+    """Let `new`, which has the parameters of `old`, share with it what that keeps."""
+    if _ORIGINAL in old.__dict__:
+        new.__dict__[_ORIGINAL] = old.__dict__[_ORIGINAL]
 
 
 def change_originals(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
     """Let `module` keep `change(name, original)` for each parameter of its own, whose form has changed likewise."""
-    originals: dict[str, Tensor] = module.__dict__.get(_ORIGINAL, {})
-    originals.update({name: change(name, original) for name, original in originals.items()})
-
-
-def move_originals(old: nn.Module, new: nn.Module) -> None:
-    """Let `new`, which takes the place of `old` with its parameters, keep the originals that `old` kept."""
-    for name in (_ORIGINAL, _SHOWN):
-        if name in old.__dict__:
-            new.__dict__[name] = old.__dict__.pop(name)
+    if (kept := _kept(module)) is not None:
+        kept.values.update({name: change(name, x) for name, x in kept.values.items()})
 
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -61,33 +68,38 @@ def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
 def forget_originals(model: nn.Module) -> None:
     """Drop all kept values and marks. Parameters keep the values that they show now."""
     for module in model.modules():
-        for name in (_ORIGINAL, _SAVED, _SHOWN):
+        for name in (_ORIGINAL, _SAVED):
             module.__dict__.pop(name, None)
 
 
 def hidden_originals(model: nn.Module) -> list[nn.Module]:
     """The modules of `model` that have kept originals and now show their trained values."""
-    held = (m for m in model.modules() if m.__dict__.get(_ORIGINAL))
-    return [m for m in held if not m.__dict__.get(_SHOWN, False)]
+    return [m for m in model.modules() if (kept := _kept(m)) is not None and not kept.shown]
 
 
 def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
     """Show the original values (`show=True`) or the trained ones. Returns the modules that changed."""
     changed = []
     for module in model.modules():
-        if module.__dict__.get(_ORIGINAL) and module.__dict__.get(_SHOWN, False) != show:
-            _swap(module)
-            module.__dict__[_SHOWN] = show
+        kept = _kept(module)
+        if kept is not None and kept.shown != show:
+            _swap(module, kept.values)
+            kept.shown = show
             changed.append(module)
     return changed
 
 
-def _swap(module: nn.Module) -> None:
+def _kept(module: nn.Module) -> _Originals | None:
+    """What `module` keeps; None if that is nothing."""
+    kept: _Originals | None = module.__dict__.get(_ORIGINAL)
+    return kept if kept is not None and kept.values else None
+
+
+def _swap(module: nn.Module, originals: dict[str, Tensor]) -> None:
     """Exchange storages rather than values, so that an autograd graph keeps the trained values that it has saved.
 
     A reference model that runs between a policy's forward and its backward needs this.
     """
-    originals = module.__dict__[_ORIGINAL]
     pairs = []
     for name, original in originals.items():
         parameter = module._parameters[name]

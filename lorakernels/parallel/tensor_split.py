@@ -18,7 +18,7 @@ from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import mark_loaded_part
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.trained_parts import move_originals
+from lorakernels.modules.trained_parts import hand_over_originals
 from lorakernels.parallel.tensor_layers import KINDS, cut
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
@@ -109,7 +109,7 @@ def split_linear(
         )
         if frozen.bias is not None:
             frozen.bias.requires_grad_(layer.bias.requires_grad)
-        move_originals(layer, frozen)
+        hand_over_originals(layer, frozen)
         replace_module(model, layer, frozen.train(layer.training))
         layer = frozen
     assert isinstance(layer, FrozenFP8Linear)

@@ -9,6 +9,7 @@ A plan asks once. It comes from the ops themselves, so that nothing says a secon
     node.py       the autograd Function that runs a forward's plan and a backward's
     function.py   the same for a function without a gradient
     forms.py      whether a call's tensors are like those that a plan took
+    once.py       a backward that is not differentiated again
     routing.py    when the ops run instead: under compile, modes, hooks, transforms and profilers
 
 In autograd/, linear_plan.py, decoder_plan.py and compiled_plan.py say what the plans of their nodes depend on. A

@@ -15,8 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
+from lorakernels.plans.once import once_differentiable
 from lorakernels.plans.plan import Kept, Place, Plan, View, finish, pick
 from lorakernels.plans.routing import is_plain
 from lorakernels.plans.stand_in import NotPlanned, Recording, StandIn

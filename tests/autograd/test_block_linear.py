@@ -39,7 +39,7 @@ def test_opcheck(drops, adapted):
     recipe = BlockScaling("HYBRID")
     numbers = Numbers("it", None, 0, 0, 1, scaling=2.0, p=0.3 if drops else 0.0, blocks=recipe)
     handle = Handle(numbers, torch.device("cpu"))
-    op = torch.ops.lorakernels.linear_forward.default
+    op = torch.ops.lorakernels.compiled_linear_forward.default
     torch.library.opcheck(op, (*arguments(drops, adapted), handle.tensor, True))
 
 

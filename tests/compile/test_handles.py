@@ -18,8 +18,8 @@ from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Weight
 
-LINEAR_FORWARD = torch.ops.lorakernels.linear_forward.default
-LINEAR_BACKWARD = torch.ops.lorakernels.linear_backward.default
+LINEAR_FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
+LINEAR_BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
 QUANTIZE = torch.ops.lorakernels.quantize_shared_input.default
 
 
@@ -160,19 +160,25 @@ def arguments():
     )  # fmt: skip
     # kept alive: a handle without a layer is refused
     return (plain, own, frozen), {
-        "linear_forward-fp8": (LINEAR_FORWARD, forward(own)),
-        "linear_forward-x needs a gradient": (
+        "compiled_linear_forward-fp8": (LINEAR_FORWARD, forward(own)),
+        "compiled_linear_forward-x needs a gradient": (
             LINEAR_FORWARD,
             forward(own, x.clone().requires_grad_()),
         ),
-        "linear_forward-plain": (LINEAR_FORWARD, forward(plain)),
-        "linear_forward-base only": (LINEAR_FORWARD, forward(frozen, adapters=False, slot=None)),
-        "linear_forward-x8 given": (
+        "compiled_linear_forward-plain": (LINEAR_FORWARD, forward(plain)),
+        "compiled_linear_forward-base only": (
+            LINEAR_FORWARD,
+            forward(frozen, adapters=False, slot=None),
+        ),
+        "compiled_linear_forward-x8 given": (
             LINEAR_FORWARD,
             (*forward(own), 0.5, 0.3, own.handle.tensor, x8, scale_inv),
         ),
-        "linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4)),
-        "linear_backward-B": (LINEAR_BACKWARD, (*backward, [False, False, True, False], 2.0, 0.1)),
+        "compiled_linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4, True)),
+        "compiled_linear_backward-B": (
+            LINEAR_BACKWARD,
+            (*backward, [False, False, True, False], False, 2.0, 0.1),
+        ),
         "quantize_shared_input": (QUANTIZE, (x, own.handle.tensor, False)),
     }
 
@@ -197,7 +203,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("case", ["linear_forward-fp8", "linear_backward-all"])
+@pytest.mark.parametrize("case", ["compiled_linear_forward-fp8", "compiled_linear_backward-all"])
 def test_without_gradients_only_a_mode_is_asked(case, monkeypatch):
     """Compiled code calls the ops so; then no kernel of a lower key is called, if nobody has to see it."""
     _layers, cases = arguments()
@@ -219,7 +225,7 @@ def test_without_gradients_only_a_mode_is_asked(case, monkeypatch):
 
 def test_under_autocast_an_op_computes_in_its_own_dtypes():
     _layers, cases = arguments()
-    op, given = cases["linear_forward-plain"]
+    op, given = cases["compiled_linear_forward-plain"]
     with torch.no_grad():
         expected = op(*given)
         with torch.autocast("cpu", torch.bfloat16):

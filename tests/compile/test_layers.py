@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from lorakernels import LoRAConfig, LoRALinear
 from tests.compile.models import FP8_ROUNDING, HISTORY, ROUNDING, llama, train
 
 
@@ -50,6 +52,31 @@ CASES = {
     "dropout, checkpointed": ({"p": 0.1, "checkpointing": True}, False),
     "plain base, dropout": ({"p": 0.1, "fp8": None}, False),
 }
+
+
+@pytest.mark.parametrize("merged", [False, True], ids=["adapted", "merged"])
+def test_backward_of_a_compiled_layer_in_eval_leaves_the_state(merged):
+    """dy is scaled by its own amax, though the state has a scale: 2⁻³⁰ of it would underflow."""
+    torch.manual_seed(0)
+    layer = LoRALinear(32, 16, config=LoRAConfig(r=4, fp8=HISTORY, init_lora_weights=False))
+    layer(torch.randn(8, 32)).sum().backward()
+    state = layer.fp8_state
+    state.reduce_and_update()
+    if merged:
+        layer.merge()
+    twin, found = copy.deepcopy(layer).eval(), []
+    layer.eval()
+    torch._dynamo.reset()
+    layer.compile(backend="aot_eager", fullgraph=True)
+    dy, x = torch.randn(8, 16) * 2.0**-30, torch.randn(8, 32)
+    before = state.save()
+    for module in (twin, layer):
+        given = x.clone().requires_grad_()
+        module(given).backward(dy)
+        found.append(given.grad)
+    assert torch.equal(*found) and bool(found[0].any())
+    assert torch.equal(state.forward, before.forward)
+    assert torch.equal(state.backward, before.backward)
 
 
 @pytest.mark.slow

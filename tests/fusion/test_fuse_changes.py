@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, fuse, group_projections, unfuse
+from lorakernels import DelayedScaling, disable_lora, fuse, group_projections, unfuse
 from tests.autograd.test_decoder_layer import Launches
 from tests.fusion.fused_models import (
     ATTENTION,
@@ -39,6 +39,29 @@ def test_biases_of_projections_without_adapters_are_still_trained() -> None:
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)  # an optimizer may have them
     same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
+def test_trained_biases_of_projections_without_adapters_show_their_first_values(keep: bool) -> None:
+    """Inside disable_lora: fused, unfused while it is open, and fused once more."""
+    model, x = adapted("Qwen2", ("o_proj",), bias="all"), tokens()
+    names = [name for name, _ in model.named_parameters() if name.endswith("q_proj.bias")]
+    first = {name: model.get_parameter(name).detach().clone() for name in names}
+    fuse(model, keep_linears=keep)
+    with torch.no_grad():
+        for name in names:
+            model.get_parameter(name).add_(1.0)
+        trained = model(x).logits
+        with disable_lora(model):
+            assert all(torch.equal(model.get_parameter(n), first[n]) for n in names)
+            assert not torch.equal(model(x).logits, trained)
+            unfuse(model)
+            assert all(torch.equal(model.get_parameter(n), first[n]) for n in names)
+        assert all(torch.equal(model.get_parameter(n), first[n] + 1.0) for n in names)
+        fuse(model)
+        assert torch.equal(model(x).logits, trained)
+        with disable_lora(model):
+            assert all(torch.equal(model.get_parameter(n), first[n]) for n in names)
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])

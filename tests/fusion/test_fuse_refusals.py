@@ -278,6 +278,13 @@ def test_a_last_norm_of_another_class_is_left_alone() -> None:
     same_within(run(model, x), expected, FP32)
 
 
+def test_a_base_that_is_to_train_under_an_adapter_is_refused() -> None:
+    model = adapted()
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight is trained"):
+        fuse(model)
+
+
 def test_other_refusals() -> None:
     model = adapted(fp8=DelayedScaling())
     for options, message in (
@@ -355,6 +362,13 @@ def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
     layer.mlp.up_proj = old
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast to"):
         run(model, x)
+    layer.mlp.down_proj.weight.requires_grad_(True)
+    with pytest.raises(
+        RuntimeError, match=r"layers\.0\.mlp\.down_proj: weight\.requires_grad must be"
+    ):
+        run(model, x)
+    layer.mlp.down_proj.weight.requires_grad_(False)
+    run(model, x)
     with pytest.raises(ValueError, match="position_embeddings"):
         layer(torch.randn(1, 3, 32))
     with pytest.raises(TypeError, match="4-D tensor"):

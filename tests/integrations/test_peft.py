@@ -305,6 +305,7 @@ def test_autocast_keeps_peft_dtypes(fp8):
     [
         ({"use_dora": True}, "adapter 'default' is a DoraLinearVariant"),
         ({"lora_bias": True}, "adapter 'default' has a bias on lora_B"),
+        ({"lora_dropout": 1.0}, "dropout drops everything"),
     ],
 )
 def test_other_maths_is_pefts_over_a_plain_base(kwargs, reason):

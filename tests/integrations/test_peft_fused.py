@@ -291,6 +291,29 @@ def test_another_adapter_of_another_rank(other: dict[str, Any]) -> None:
 
 
 @BASES
+def test_a_layer_whose_adapters_are_all_deleted_computes_its_base(fp8: Any) -> None:
+    """The adapter that stays, or comes, has other targets: one of q, k, v, and neither of gate and up."""
+    model = peft_model(fp8=fp8)
+    model.add_adapter("other", register(config(target_modules=["q_proj", "o_proj"]), fp8=fp8))
+    randomized(model, "other", 2)
+    fuse(model)
+    logits(model)
+    model.set_adapter("other")
+    expected = logits(model)
+    model.delete_adapter("default")
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=0)
+    model(input_ids=ids(), labels=ids()).loss.backward()
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_" in n)
+    model.add_adapter("third", register(config(), fp8=fp8))
+    randomized(model, "third", 3)
+    model.set_adapter("third")
+    bare = copy.deepcopy(model)
+    unfuse(bare)
+    close = FP32 if fp8 is None else {"rtol": 0.05, "atol": 0.05}
+    torch.testing.assert_close(logits(model), logits(bare), **close)
+
+
+@BASES
 @pytest.mark.parametrize("safe", [False, True])
 def test_merging_and_unmerging(fp8: Any, safe: bool) -> None:
     model = peft_model(fp8=fp8)

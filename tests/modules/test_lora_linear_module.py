@@ -17,10 +17,12 @@ from lorakernels import (
     FrozenFP8Linear,
     LoRAConfig,
     LoRALinear,
+    LoRALinearGroup,
     ops,
     training_state_dict,
 )
 from lorakernels.modules import frozen
+from lorakernels.modules.dora import DoRALinear
 
 E4M3 = torch.float8_e4m3fn
 
@@ -352,3 +354,24 @@ def test_initialisations_are_pefts():
     assert 0 < layers[False].lora_B.abs().max() <= (1 / 64) ** 0.5
     assert abs(layers["gaussian"].lora_A.std().item() - 1 / 64) < 5e-4
     assert layers["gaussian"].lora_B.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("kind", ["lora", "DoRA", "base", "grouped"])
+def test_a_base_that_is_to_train_is_refused(kind):
+    """It would get no gradient. Without gradients it computes, and frozen again it trains its adapter."""
+    config = LoRAConfig(r=2, fp8=None, use_dora=kind == "DoRA")
+    if kind == "base":
+        layer = FrozenFP8Linear(8, 6, fp8=None)
+    else:
+        layer = (DoRALinear if kind == "DoRA" else LoRALinear)(8, 6, config=config)
+    if kind == "grouped":
+        LoRALinearGroup([layer, LoRALinear(8, 6, config=config)])
+    x = torch.randn(3, 8, requires_grad=True)
+    layer(x).sum().backward()
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"weight\.requires_grad must be False"):
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    layer.weight.requires_grad_(False)
+    layer(x).sum().backward()

@@ -21,8 +21,8 @@ from tests.dry_cuda import dry_cuda
 from tests.plans.test_compiled_plan import BF16, OPTIONS, K, layer, rows
 from tests.plans.test_linear_plan import launches
 
-FORWARD = torch.ops.lorakernels.linear_forward.default
-BACKWARD = torch.ops.lorakernels.linear_backward.default
+FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
+BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
 pytestmark = pytest.mark.skipif(
     not sees_dispatch_keys() or not hasattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback"),
     reason="all calls go through this torch's dispatcher",
@@ -36,12 +36,13 @@ def forward_arguments(module: LoRALinear, x: Tensor, slot: Tensor) -> tuple[Any,
 
 
 def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    _, weight, scale_inv, weight_t, _, lora_A, lora_B, slot, handle, _ = given
+    _, weight, scale_inv, weight_t, _, lora_A, lora_B, slot, handle, training = given
     y, x8, x_scale_inv, s = made
     dy = torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype)
     factors = (lora_A.detach(), lora_B.detach(), None)
     needs = [True, True, True, False]
-    return (dy, x8, x_scale_inv, s, weight, scale_inv, weight_t, *factors, slot, handle, needs)
+    base = (weight, scale_inv, weight_t)
+    return (dy, x8, x_scale_inv, s, *base, *factors, slot, handle, needs, training)
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def test_other_needs_go_through_the_dispatcher_even_in_a_list_that_was_given_bef
         given = forward_arguments(module, x, slot)
         back = backward_arguments(given, FORWARD(*given))
         assert len(BACKWARD(*back)[0]) == 96 and len(calls) == 2
-        back[-1][0] = False
+        back[-2][0] = False
         assert len(BACKWARD(*back)[0]) == 0 and len(calls) == 3
 
 
