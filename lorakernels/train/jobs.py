@@ -26,6 +26,7 @@ from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loop import StepRows, Trainer, evaluate
 from lorakernels.train.model_card import model_card
+from lorakernels.train.option_checks import check_apart
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
 from lorakernels.train.ranks import Ranks
@@ -95,6 +96,7 @@ def _job(path: str, name: str, entries: Any, options: FinetuneOptions) -> Job:
         lists[key] = [value] if isinstance(value, str) else value
         if not isinstance(lists[key], list) or not all(isinstance(v, str) for v in lists[key]):
             raise OptionError(f"{where}: {key} must be files, found {value!r}")
+        check_apart(f"{where}: {key}", lists[key], options.output)
     if not lists["data"]:
         raise OptionError(f"{where}: data is missing")
     lr, r = _number(where, "lr", entries), _number(where, "r", entries)

@@ -197,6 +197,14 @@ def test_a_job_is_not_named_as_what_the_run_writes(
         read_jobs(options, Ranks())
 
 
+def test_a_job_s_data_folder_must_not_hold_the_output(model_dir: Path, tmp_path: Path) -> None:
+    path = jobs_file(tmp_path / "jobs.yaml", {"fox": tmp_path})
+    options = options_of(model_dir, jobs=str(path))
+    options.output = str(tmp_path / "out")
+    with pytest.raises(OptionError, match=r"fox: data: the folder .* holds output .*out, whose"):
+        read_jobs(options, Ranks())
+
+
 def test_rows_of_the_shorter_job_repeat(
     model_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:

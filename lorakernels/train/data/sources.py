@@ -99,6 +99,12 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
     return found, notes
 
 
+def is_searched(path: Path) -> bool:
+    """Whether an entry of --data means all data files in a folder, at any depth."""
+    own = (ON_DISK, SPLITS)  # a folder of the datasets library is read by that
+    return path.is_dir() and not any((path / name).is_file() for name in own)
+
+
 def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
     if (folder / SPLITS).is_file():
         return _split_of(folder)
