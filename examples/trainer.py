@@ -24,6 +24,7 @@ from lorakernels import (
     LoRAConfig,
     PhiloxState,
     apply_lora,
+    change_of_logits,
     fuse,
     linear_cross_entropy,
     load_quantized,
@@ -43,7 +44,11 @@ class LoRATrainer(Trainer):
         labels = F.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
         hidden = model.model(input_ids=inputs["input_ids"]).last_hidden_state
         loss = linear_cross_entropy(
-            hidden, model.lm_head.weight, labels, num_items=num_items_in_batch
+            hidden,
+            model.lm_head.weight,
+            labels,
+            num_items=num_items_in_batch,
+            change=change_of_logits(model.config),
         )
         return (loss, {"loss": loss}) if return_outputs else loss
 

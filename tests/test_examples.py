@@ -87,6 +87,22 @@ def test_trainer_for_an_epoch(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.glob("checkpoint-*/adapter/adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Granite"])
+def test_trainer_has_the_loss_of_the_model_that_it_is_given(family):
+    """Also of one that changes its logits after the head."""
+    transformers = pytest.importorskip("transformers")
+    changes = {"Gemma2": {"final_logit_softcapping": 0.5}, "Granite": {"logits_scaling": 8.0}}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.5}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **changes.get(family, {}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(64, (2, 9))
+    inputs = {"input_ids": ids, "labels": ids}
+    found = example("trainer.py")["LoRATrainer"].compute_loss(None, model, inputs)
+    torch.testing.assert_close(found, model(**inputs).loss)  # fp32, other order of sums
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 def test_trainer_replays_imitated_graphs_to_the_same_losses(tmp_path):
     """The same epoch, its masks drawn from frozen nonces after the capture: near, not equal; without dropout equal."""

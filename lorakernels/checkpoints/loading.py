@@ -97,7 +97,7 @@ def load_quantized(
     frozen: str = "fp8",
     adapter_dtype: torch.dtype | None = torch.float32,
     rng_state: PhiloxState | PhiloxStates | None = None,
-    attn_implementation: str = "sdpa",
+    attn_implementation: str | None = None,
     progress: bool | Progress = True,
     mesh: Any = None,
     offload: float | Offload = 0.0,
@@ -123,7 +123,8 @@ def load_quantized(
         frozen: "fp8" or "plain" (in `dtype`) for linear layers without an adapter. The output head, routers, tied
             weights and layers that are not a plain `nn.Linear` are always plain.
         adapter_dtype, rng_state: as for `apply_lora`.
-        attn_implementation: as for transformers.
+        attn_implementation: as for transformers. None leaves the choice to it: what `config` asks for, or "sdpa" if the
+            model has that.
         progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. The base is then sharded over its ranks, as
             `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow, adapters may not:

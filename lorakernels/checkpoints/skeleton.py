@@ -62,7 +62,7 @@ class _LargeOnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) -> Any:
+def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | None) -> Any:
     """The model in eval mode, its linear layers and embeddings on the meta device.
 
     Raises:
@@ -73,8 +73,9 @@ def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str) -> 
     make = model_class or transformers.AutoModelForCausalLM
     build = make.from_config if hasattr(make, "from_config") else make._from_config
     random = torch.get_rng_state()
+    asked = {} if attention is None else {"attn_implementation": attention}
     with _LargeOnMeta():
-        model = build(config, dtype=dtype, attn_implementation=attention)
+        model = build(config, dtype=dtype, **asked)
     torch.set_rng_state(random)
     if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
         raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")

@@ -53,8 +53,10 @@ def recover_dir(target: Path) -> bool:
 def replace_dir(target: Path) -> Iterator[Path]:
     """Yield a directory to fill. On leaving, it is synced and replaces `target`; on an error it is removed.
 
-    An existing `target` survives any error. After a kill between the two renames, `recover_dir` restores it.
+    An existing `target` survives any error. After a kill between the two renames, `recover_dir` restores it. Where it
+    is a link, the directory that it names is replaced, and the link stays.
     """
+    target = target.resolve() if target.is_symlink() else target
     target.parent.mkdir(parents=True, exist_ok=True)
     recover_dir(target)
     temporary = target.with_name(f".tmp-{target.name}")

@@ -11,6 +11,7 @@ alone. An epoch passes over the longest job's rows once, and over those of the o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -26,6 +27,7 @@ from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loop import StepRows, Trainer, evaluate
 from lorakernels.train.model_card import model_card
+from lorakernels.train.option_checks import check_apart
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
 from lorakernels.train.ranks import Ranks
@@ -95,6 +97,7 @@ def _job(path: str, name: str, entries: Any, options: FinetuneOptions) -> Job:
         lists[key] = [value] if isinstance(value, str) else value
         if not isinstance(lists[key], list) or not all(isinstance(v, str) for v in lists[key]):
             raise OptionError(f"{where}: {key} must be files, found {value!r}")
+        check_apart(f"{where}: {key}", lists[key], options.output)
     if not lists["data"]:
         raise OptionError(f"{where}: data is missing")
     lr, r = _number(where, "lr", entries), _number(where, "r", entries)
@@ -248,15 +251,21 @@ def save_jobs(
     for job in trainer.jobs:
         loss = f"{found[job.name]:.4f}" if job.name in found else "not measured (nothing held out)"
         text = f"Job {job.name}, one of {len(trainer.jobs)} at once. Held-out loss in nats per token: {loss}."
-        own = replace(
-            trainer.options, data=job.data, lr=job.lr or trainer.options.lr, r=job.r or trainer.options.r
-        )  # fmt: skip
+        own = job_options(job, trainer.options)
         sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
         card = model_card(files.base, own, ", ".join(job.data), text, sizes)
         target = output / job.name / ADAPTER
         with trainer.adapters.only(job.name):
             save_adapter_files(replace(files, card=partial(bytes, card)), target)
         say(f"job {job.name}: validation loss {loss}, adapter in {target}")
+
+
+def job_options(job: Job, options: FinetuneOptions) -> FinetuneOptions:
+    """The options that would train the job alone. Of a smaller rank, alpha is smaller, as the scaling stays."""
+    r = job.r or options.r
+    share = math.sqrt(r / options.r) if options.use_rslora else r / options.r
+    alpha = options.lora_alpha * share
+    return replace(options, data=job.data, lr=job.lr or options.lr, r=r, lora_alpha=alpha)
 
 
 class JobsTrainer(Trainer):

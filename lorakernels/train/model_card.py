@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -11,11 +12,11 @@ from lorakernels.train.options import FinetuneOptions
 
 TEXT = """\
 ---
-base_model: {base}
+base_model: {quoted}
 library_name: peft
 pipeline_tag: text-generation
 tags:
-- base_model:adapter:{base}
+- {tag}
 - lora
 - lorakernels
 ---
@@ -31,7 +32,7 @@ tags:
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
+base = AutoModelForCausalLM.from_pretrained({quoted})
 model = PeftModel.from_pretrained(base, "path/to/this/directory")
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/directory")
 ```
@@ -71,7 +72,8 @@ def model_card(
     }
     packages = ("lorakernels", "torch", "transformers")
     text = TEXT.format(
-        base=base,
+        quoted=_quoted(str(base)),
+        tag=_quoted(f"base_model:adapter:{base}"),
         name=base.name,
         state=state,
         held=FP8 if options.fp8 else PLAIN,
@@ -79,4 +81,9 @@ def model_card(
         settings="\n".join(f"- {name}: {value}" for name, value in shown.items()),
         versions="\n".join(f"- {name}: {version(name)}" for name in packages),
     )
-    return text.encode()
+    return text.encode(errors="replace")  # a path may hold bytes that are not UTF-8
+
+
+def _quoted(text: str) -> str:
+    """A string in double quotes, as YAML, JSON and Python read it."""
+    return json.dumps(text, ensure_ascii=False)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lorakernels.train.data.sources import is_searched
 from lorakernels.train.errors import OptionError
 from lorakernels.train.option_fields import ALL_LINEAR
 
@@ -69,10 +70,22 @@ def _check_files(options: FinetuneOptions) -> None:
         )
     if wrong := [weight for weight in weights if not 0 < weight < float("inf")]:
         raise OptionError(f"data_weights must be positive and finite, got {wrong[0]}")
+    check_apart("data", options.data, options.output)
+    check_apart("eval_data", options.eval_data, options.output)
     if options.merge and options.model and _is_within(options.output, options.model):
         raise OptionError(
             f"merge: output {options.output} must not be inside model {options.model}"
         )
+
+
+def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
+    """Raise OptionError if the files of `output` would be read as those of a folder among the `entries` of `name`."""
+    for entry in entries:
+        if is_searched(Path(entry)) and _is_within(output, entry, shown=True):
+            raise OptionError(
+                f"{name}: the folder {entry} holds output {output}, whose files would be read as data: take an output "
+                "outside of it, or name the files in it"
+            )
 
 
 def _check_jobs(options: FinetuneOptions) -> None:
@@ -308,6 +321,9 @@ def _bound(options: FinetuneOptions, name: str, *, low: float, below: float = fl
         raise OptionError(f"{name} must be at least {low:g}{limit}, got {value}")
 
 
-def _is_within(path: str | None, folder: str) -> bool:
+def _is_within(path: str | None, folder: str, shown: bool = False) -> bool:
+    """Whether `path` is `folder` or is in it. With `shown`, what is hidden there by its name is not."""
     inner, outer = Path(str(path)).resolve(), Path(folder).resolve()
-    return inner == outer or outer in inner.parents
+    if not inner.is_relative_to(outer):
+        return False
+    return not (shown and any(name[0] == "." for name in inner.relative_to(outer).parts))

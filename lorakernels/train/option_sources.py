@@ -39,6 +39,8 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def _scalar(name: str, value: Any, kind: type, source: str) -> Any:
+    if kind is str and isinstance(value, bool) and name == "init_lora_weights":
+        return str(value).lower()  # YAML reads the option's own word, true, as a truth value
     good = isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
     if good:
         return value

@@ -158,7 +158,7 @@ class Session:
         self.began = time.perf_counter()
         log = MetricsLog(self.metrics if trainer.ranks.first else None)
         try:
-            log.begin(trainer.counters.step, self.options.resume)
+            log.begin(trainer.counters.step, self.saved_step is not None)
             self.reporter.start(trainer.counters.step, trainer.steps)
             with StopSignal() as stop:
                 if self.evaluations.first_eval is None:

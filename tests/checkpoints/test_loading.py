@@ -33,8 +33,9 @@ from tests.small_checkpoints import (
         ("Mistral", {}),
         ("Qwen2", {}),
         ("Qwen3", {"head_dim": 32}),
+        ("Gemma2", {"head_dim": 32}),
     ],
-    ids=["llama", "llama tied, biases", "mistral", "qwen2", "qwen3"],
+    ids=["llama", "llama tied, biases", "mistral", "qwen2", "qwen3", "gemma2"],
 )
 @pytest.mark.parametrize("targets", [LORA.target_modules, "all-linear"], ids=["some", "all"])
 def test_equal_to_from_pretrained_and_apply_lora(kind, changes, targets, tmp_path):
@@ -45,8 +46,19 @@ def test_equal_to_from_pretrained_and_apply_lora(kind, changes, targets, tmp_pat
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     lora = LoRAConfig(r=4, target_modules=targets)
     loaded = ours(tmp_path, lora=lora, frozen="plain")
-    assert_equal(loaded.model, theirs(tmp_path, lora))
+    peer = theirs(tmp_path, lora)
+    assert_equal(loaded.model, peer)
+    assert loaded.model.config._attn_implementation == peer.config._attn_implementation
     assert loaded.report is not None and loaded.fp8_state is loaded.report.fp8_state
+
+
+@pytest.mark.parametrize("asked", ["argument", "config"])
+def test_attention_is_the_one_that_was_asked_for(asked, tmp_path):
+    transformers.LlamaForCausalLM(config()).save_pretrained(tmp_path)
+    given = {"attn_implementation": "eager"}
+    if asked == "config":
+        given = {"config": transformers.AutoConfig.from_pretrained(tmp_path, **given)}
+    assert ours(tmp_path, **given).model.config._attn_implementation == "eager"
 
 
 def test_single_file_and_no_adapters(tmp_path):

@@ -22,6 +22,7 @@ from lorakernels import LoRAConfig, apply_lora
 from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles
 from lorakernels.train.checkpoint import TENSORS, TRAINER, Checkpoint, Checkpoints
 from lorakernels.train.errors import CheckpointError
+from lorakernels.train.files import replace_dir
 from lorakernels.train.manifest import FORMAT, MANIFEST, OtherFormat, make_manifest
 
 CPU = torch.device("cpu")
@@ -368,3 +369,17 @@ def test_really_full_disk(small_disk: Path) -> None:
 
 def test_nothing_to_load(tmp_path: Path) -> None:
     assert newest(Checkpoints(tmp_path / "nothing", keep=1)) == (None, [])
+
+
+def test_a_link_in_the_place_of_a_directory_stays_and_what_it_names_is_replaced(
+    tmp_path: Path,
+) -> None:
+    """Such as an output's adapter/ that leads to another disk. It is written as often as the run goes on."""
+    link, real = tmp_path / "adapter", tmp_path / "disk" / "kept"
+    link.symlink_to(real)
+    for text in ("one", "two", "three"):
+        with replace_dir(link) as folder:
+            (folder / "a").write_text(text)
+        assert link.is_symlink() and (real / "a").read_text() == text
+        assert [p.name for p in tmp_path.iterdir() if p.name[0] == "."] == []
+        assert [p.name for p in real.parent.iterdir()] == ["kept"]

@@ -12,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from lorakernels.train.data.prepare import load_data
+from lorakernels.train.data.sources import held_entries
 from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.errors import DataError
+from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.ranks import Ranks
 from tests.train.chats import jsonl, shown, tokenizer_with, tokens_of, turns
 
 ROWS = [
@@ -98,6 +102,53 @@ def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path
     )
     alone = tokenize_files([folder / "test-0.jsonl"], tokenizer, tmp_path / "cache")
     assert len(alone.spans) == 1, "a file that is named itself is read"
+
+
+def test_what_is_evaluated_of_a_folder_that_holds_training_data_too(tmp_path: Path) -> None:
+    """Never its training data. A folder without such names is evaluated whole."""
+    folder, plain = tmp_path / "data", tmp_path / "plain"
+    for each in (folder / "more", plain / "train"):
+        each.mkdir(parents=True)
+    for name in ("train-0.jsonl", "test-0.jsonl", "more/val.jsonl", "notes.jsonl"):
+        jsonl(folder / name, [{"text": name}])
+    (folder / "test.md").write_text("about")
+    jsonl(plain / "test.jsonl", [{"text": "x"}])
+    missing = tmp_path / "missing"
+    assert held_entries([folder, plain, missing]) == (
+        [folder / "more" / "val.jsonl", folder / "test-0.jsonl", plain, missing],
+        [f"{folder}: evaluated on val.jsonl, test-0.jsonl alone"],
+    )
+
+
+def test_the_split_that_is_evaluated(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(ROWS)
+    for names in (["train", "test"], ["train"], ["train", "test", "validation"]):
+        datasets.DatasetDict(dict.fromkeys(names, rows)).save_to_disk(tmp_path / "-".join(names))
+    both, alone, three = (
+        tmp_path / name for name in ("train-test", "train", "train-test-validation")
+    )
+    assert held_entries([both, alone]) == (
+        [both / "test", alone],
+        [f"{both}: evaluated on test alone"],
+    )
+    with pytest.raises(DataError, match=r"name one, .*/SPLIT of \['test', 'validation'\]"):
+        held_entries([three])
+
+
+def test_a_run_s_held_out_data_are_not_its_training_data(tmp_path: Path) -> None:
+    """One folder given as both."""
+    jsonl(tmp_path / "train.jsonl", [{"text": "trained " * 9}])
+    jsonl(tmp_path / "test.jsonl", [{"text": "held"}])
+    folder, tokenizer = str(tmp_path), tokenizer_with(None)
+    options = FinetuneOptions(data=[folder], eval_data=[folder], seq_len=128)
+    said: list[str] = []
+    data = load_data(options, tokenizer, tmp_path / ".cache", said.append, Ranks())
+    first = [
+        tokenizer.decode(rows.batch([0]).input_ids[0, 1:5]) for rows in (data.train, data.held)
+    ]
+    assert first == ["trai", "held"]
+    assert f"{tmp_path}: evaluated on test.jsonl alone" in said
 
 
 def test_a_folder_without_data(tmp_path: Path) -> None:

@@ -120,6 +120,19 @@ def test_peft_loads_the_adapter_and_every_checkpoint(
     assert not list((tmp_path / "checkpoints").glob("*/state/tensors.safetensors"))
 
 
+def test_a_card_of_a_base_whose_name_yaml_would_read_otherwise() -> None:
+    from lorakernels.train.model_card import model_card
+
+    for name in ("a: b", "base #2", "true", 'a "b"', "\\n", "é 模型", "bytes \udcff"):
+        text = model_card(Path(name), FinetuneOptions(), "", "", {}).decode()
+        head = yaml.safe_load(text.split("---")[1])
+        shown = name.replace("\udcff", "?")  # a path may hold bytes that are not UTF-8
+        assert head["base_model"] == shown
+        assert head["tags"] == [f"base_model:adapter:{shown}", "lora", "lorakernels"]
+        call = next(line for line in text.splitlines() if line.startswith("base = "))
+        assert ast.literal_eval(call.partition("from_pretrained(")[2].removesuffix(")")) == shown
+
+
 def test_byte_tokenizer_files(tmp_path: Path) -> None:
     """Every byte is its own token, also after saving and loading as ordinary tokenizer files."""
     byte_tokenizer().save_pretrained(tmp_path)

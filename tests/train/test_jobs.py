@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,18 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from lorakernels.train.adapted import load_adapted
+from lorakernels.train.adapted import load_adapted, lora_config
 from lorakernels.train.data.prepare import load_data
 from lorakernels.train.errors import OptionError
-from lorakernels.train.jobs import Job, JobRows, JobsTrainer, add_jobs, load_jobs, read_jobs
+from lorakernels.train.jobs import (
+    Job,
+    JobRows,
+    JobsTrainer,
+    add_jobs,
+    job_options,
+    load_jobs,
+    read_jobs,
+)
 from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.model import load_tokenizer
 from lorakernels.train.options import FinetuneOptions
@@ -153,10 +162,22 @@ def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
         assert all(torch.equal(value, other[name][key]) for key, value in tensors.items())
         assert any(value.count_nonzero() for key, value in tensors.items() if "lora_B" in key)
     for name, rank in (("fox", 4), ("dog", 2)):
-        assert peft.PeftConfig.from_pretrained(whole / name / "adapter").r == rank
-        assert (
-            f"Job {name}, one of 2 at once" in (whole / name / "adapter" / "README.md").read_text()
-        )
+        config = peft.PeftConfig.from_pretrained(whole / name / "adapter")
+        assert config.r == rank
+        card = (whole / name / "adapter" / "README.md").read_text()
+        assert f"Job {name}, one of 2 at once" in card
+        settings = dict(re.findall(r"^- (\w+): (.*)$", card, re.MULTILINE))
+        assert (int(settings["r"]), float(settings["lora_alpha"])) == (rank, config.lora_alpha)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_the_options_of_a_job_of_a_smaller_rank_have_the_run_s_scaling(use_rslora: bool) -> None:
+    options = FinetuneOptions(r=8, lora_alpha=12.0, use_rslora=use_rslora, lr=1e-3)
+    for job in (Job("a", ["d"], []), Job("b", ["d"], [], lr=2e-3, r=2)):
+        own = job_options(job, options)
+        assert (own.r, own.lr, own.data) == (job.r or 8, job.lr or 1e-3, ["d"])
+        scaling = [lora_config(each).scaling_for("q_proj") for each in (own, options)]
+        assert scaling[0] == pytest.approx(scaling[1], rel=1e-12)  # one rounding of a quotient
 
 
 def test_three_jobs_run(
@@ -194,6 +215,14 @@ def test_a_job_is_not_named_as_what_the_run_writes(
     path = jobs_file(tmp_path / "jobs.yaml", {name: tmp_path / "x.jsonl"})
     options = options_of(model_dir, jobs=str(path))
     with pytest.raises(OptionError, match="must not begin with a dot or be one that a run writes"):
+        read_jobs(options, Ranks())
+
+
+def test_a_job_s_data_folder_must_not_hold_the_output(model_dir: Path, tmp_path: Path) -> None:
+    path = jobs_file(tmp_path / "jobs.yaml", {"fox": tmp_path})
+    options = options_of(model_dir, jobs=str(path))
+    options.output = str(tmp_path / "out")
+    with pytest.raises(OptionError, match=r"fox: data: the folder .* holds output .*out, whose"):
         read_jobs(options, Ranks())
 
 

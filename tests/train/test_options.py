@@ -169,6 +169,28 @@ def test_a_run_that_began_with_options_without_effect_goes_on(given: dict[str, o
     assert resolve({**GIVEN, **given, "resume": True}, {}).resume
 
 
+def test_yaml_reads_the_word_of_the_ordinary_start_as_a_truth_value(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    for text in ("true", "'true'"):
+        config.write_text(f"init_lora_weights: {text}")
+        assert resolve({**GIVEN, "config": str(config)}, {}).init_lora_weights == "true"
+
+
+@pytest.mark.parametrize("name", ["data", "eval_data"])
+def test_a_data_folder_must_not_hold_the_output(tmp_path: Path, name: str) -> None:
+    """The token files and metrics there would be read as rows. What a run does not read may lie there."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    given = {**GIVEN, name: [str(tmp_path / "link")]}
+    for output in (tmp_path, tmp_path / "a" / "out"):
+        with pytest.raises(OptionError, match=f"{name}: the folder .*link holds output .*, whose"):
+            resolve({**given, "output": str(output)}, {})
+    file = {**GIVEN, name: [str(tmp_path / "a.jsonl")], "output": str(tmp_path)}
+    assert resolve(file, {}).output == str(tmp_path)
+    assert resolve({**given, "output": str(tmp_path / ".out")}, {})
+    (tmp_path / "state.json").write_text("{}")
+    assert resolve({**given, "output": str(tmp_path / "out")}, {})
+
+
 def test_example_config_is_valid() -> None:
     path = Path(__file__).parents[2] / "examples" / "finetune.yaml"
     assert (

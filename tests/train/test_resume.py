@@ -50,6 +50,22 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(Session, "_log", log)
 
 
+def test_a_run_without_a_checkpoint_to_go_on_from_begins_its_records_anew(
+    cli: Cli, base_args: list[str], tmp_path: Path
+) -> None:
+    run = [*base_args, "--output", tmp_path, "--steps", 2]
+    assert cli(*run) == 0
+    first = (tmp_path / "metrics.jsonl").read_text()
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert cli(*run, "--resume") == 0
+    again = (tmp_path / "metrics.jsonl").read_text()
+    evaluated = [
+        [record["step"] for record in map(json.loads, text.splitlines()) if "eval_loss" in record]
+        for text in (first, again)
+    ]
+    assert evaluated == [[0, 2], [0, 2]], "the evaluation before the first step was done again"
+
+
 @pytest.fixture(scope="module")
 def eight_steps(cli: Cli, base_args: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run over more than one epoch, dropout 0.1, FP8."""

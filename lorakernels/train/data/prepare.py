@@ -10,6 +10,7 @@ from typing import Any
 
 from lorakernels.train.data.formats import PLAIN
 from lorakernels.train.data.preview import preview
+from lorakernels.train.data.sources import held_entries
 from lorakernels.train.data.split import hold_out, truncated, weighted
 from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_files
 from lorakernels.train.errors import DataError, OptionError
@@ -60,13 +61,16 @@ def load_data(
     """
     rules = Rules(options.train_on_inputs, options.skip_bad_rows)
 
-    def tokens_of(names: list[str]) -> TokenFile:
-        paths = [Path(name) for name in names]
+    evaluated, alone = held_entries([Path(name) for name in options.eval_data])
+
+    def tokens_of(paths: list[Path]) -> TokenFile:
         ranks.on_first(lambda: tokenize_files(paths, tokenizer, cache, rules))
         return tokenize_files(paths, tokenizer, cache, rules)
 
-    tokens = tokens_of(options.data)
-    held = tokens_of(options.eval_data) if options.eval_data else None
+    tokens = tokens_of([Path(name) for name in options.data])
+    held = tokens_of(evaluated) if evaluated else None
+    for line in alone:
+        say(line)
     for file in (tokens, held):
         for line in [] if file is None else about_files(file):
             say(line)

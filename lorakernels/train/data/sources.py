@@ -99,12 +99,51 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
     return found, notes
 
 
+def is_searched(path: Path) -> bool:
+    """Whether an entry of --data means all data files in a folder, at any depth."""
+    own = (ON_DISK, SPLITS)  # a folder of the datasets library is read by that
+    return path.is_dir() and not any((path / name).is_file() for name in own)
+
+
+def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """The entries of --eval-data, and sentences about training data that lie beside held-out data and are left out.
+
+    An entry that holds both stands for its held-out data alone, the reverse of what an entry of --data stands for.
+
+    Raises:
+        DataError: a folder has several splits of held-out data.
+    """
+    found: list[Path] = []
+    notes: list[str] = []
+    for path in paths:
+        held = _held_in(path)
+        found += held or [path]
+        notes += [f"{path}: evaluated on {', '.join(p.name for p in held)} alone"] if held else []
+    return found, notes
+
+
+def _held_in(path: Path) -> list[Path]:
+    """What of an entry is held-out data by its name, if it has training data, too."""
+    if (path / SPLITS).is_file():
+        inside = [path / name for name in _splits(path)]
+    else:
+        inside = list(filter(_is_data, _visible(path))) if is_searched(path) else []
+    names = [p.stem.lower() for p in inside]
+    if not any(map(_TRAINED.search, names)):
+        return []
+    held = [p for p, name in zip(inside, names, strict=True) if _HELD_BACK.search(name)]
+    if (path / SPLITS).is_file() and len(held) > 1:
+        raise DataError(
+            f"data folder {path} has several splits to evaluate on: name one, {path}/SPLIT of {[p.name for p in held]}"
+        )
+    return held
+
+
 def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
     if (folder / SPLITS).is_file():
         return _split_of(folder)
-    inside = [p for p in sorted(folder.rglob("*")) if p.is_file()]
-    shown = [p for p in inside if not any(x[0] == "." for x in p.relative_to(folder).parts)]
-    files = [p for p in shown if any(s.lower() in KINDS for s in p.suffixes[-2:])]
+    shown = _visible(folder)
+    files = list(filter(_is_data, shown))
     if not files:
         raise DataError(f"data folder {folder} holds none of {', '.join(KINDS)}")
     notes = [f"{folder}: {len(shown) - len(files)} files of other kinds left out"]
@@ -118,8 +157,23 @@ def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
     return files, notes
 
 
+def _visible(folder: Path) -> list[Path]:
+    """All files in a folder, at any depth, that are not hidden."""
+    inside = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return [p for p in inside if not any(x[0] == "." for x in p.relative_to(folder).parts)]
+
+
+def _is_data(path: Path) -> bool:
+    return any(suffix.lower() in KINDS for suffix in path.suffixes[-2:])
+
+
+def _splits(folder: Path) -> list[str]:
+    """The names of a DatasetDict's splits."""
+    return list(json.loads((folder / SPLITS).read_text()).get("splits", []))
+
+
 def _split_of(folder: Path) -> tuple[list[Path], list[str]]:
-    splits = json.loads((folder / SPLITS).read_text()).get("splits", [])
+    splits = _splits(folder)
     if "train" not in splits:
         raise DataError(
             f'data folder {folder} has no split "train": name one, {folder}/SPLIT of {splits}'
