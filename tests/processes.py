@@ -76,15 +76,15 @@ def meet() -> tuple[dist.TCPStore, dict[str, str]]:
 
 
 def backend_on_gpus(world: int, needs_nccl: str = "") -> str:
-    """ "nccl" where each of `world` ranks has a GPU, else "cuda:shared" over two or more; or the test is skipped.
+    """ "nccl" where each of `world` ranks has a GPU, else "cuda:shared" over what there is; or the test is skipped.
 
     `needs_nccl`: what does, in words. NCCL takes no two ranks on one GPU.
     """
     found = torch.cuda.device_count()
     if found >= world:
         return "nccl"
-    if needs_nccl or found < 2:
-        why = f": {needs_nccl}" if needs_nccl else ", or two that ranks share"
+    if needs_nccl or not found:
+        why = f": {needs_nccl}" if needs_nccl else ", or one that ranks share"
         pytest.skip(f"needs {world} GPUs, found {found}{why}")
     return "cuda:shared"
 

@@ -42,11 +42,12 @@ def test_processes_have_the_environment_of_now(
         (4, "", "nccl"),
         (4, "graphs", "nccl"),
         (2, "", "cuda:shared"),
+        (1, "", "cuda:shared"),
         (2, "graphs", None),
-        (1, "", None),
+        (0, "", None),
     ],
 )
-def test_four_ranks_share_two_gpus_unless_they_need_nccl(
+def test_four_ranks_share_the_gpus_unless_they_need_nccl(
     monkeypatch: pytest.MonkeyPatch, gpus: int, needs_nccl: str, found: str | None
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
