@@ -123,8 +123,8 @@ class Adapter(NamedTuple):
 
 
 def check_frozen(weight: Tensor, name: str = "the layer") -> None:
-    """RuntimeError for a plain W that is to train: no backward here computes its gradient."""
-    if weight.requires_grad:
+    """RuntimeError if gradients are computed and W is to train: no backward here computes its gradient."""
+    if weight.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name}: weight.requires_grad must be False, found True. A frozen weight gets no gradient: call "
             "weight.requires_grad_(False)"
@@ -134,7 +134,7 @@ def check_frozen(weight: Tensor, name: str = "the layer") -> None:
 def check_input(x: Tensor, weight: Tensor) -> None:
     """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device. RuntimeError
     for a weight that is to train."""
-    if weight.requires_grad and torch.is_grad_enabled():
+    if weight.requires_grad:
         check_frozen(weight)
     if x.dtype not in FLOATS:
         is_fp8 = x.is_floating_point() and x.element_size() == 1

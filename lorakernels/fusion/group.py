@@ -100,7 +100,8 @@ class FusedGroup:
             The Projections, and the flat list of tensors that autograd gets for them (`fused_node.Trained`).
 
         Raises:
-            RuntimeError: members differ in mode, FSDP manages one, or memory was moved before a capture.
+            RuntimeError: members differ in mode, FSDP manages one, a weight is to train, or memory was moved before a
+                capture.
             ValueError: adapters that share a mask differ in lora_dropout.
         """
         prepared = self._prepared
@@ -121,6 +122,10 @@ class FusedGroup:
     def _prepare(self) -> Prepared:
         """Join what is not joined, and make everything of a call that is not drawn."""
         derived = self.join()
+        weights = [m._parameters["weight"] for m in self.members]
+        for member, weight in zip(self.members, weights, strict=True):
+            if weight is not None:
+                check_frozen(weight, member.name)
         first, adapted = self.first, self.adapted
         state = first.fp8_state
         variant = self._variant(first.training, adapted)
@@ -142,7 +147,7 @@ class FusedGroup:
             None if state is None else state.forward,
             None if state is None else state.backward,
             variant.spec,
-            tuple(w for m in self.members if (w := m._parameters["weight"]) is not None),
+            tuple(w for w in weights if w is not None),
             first.block_scaling,
             over=self.over,
         )
@@ -167,8 +172,9 @@ class FusedGroup:
             lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
             objects += (weight, scale, buffers["weight_t"], lora_A, lora_B, bias)
             objects.append(own["_handle"])  # there is a new one after a number of the layer changed
-            numbers += (weight.data_ptr(), weight._version, own["training"], weight.requires_grad)
-            numbers += (own.get("merged"), own.get("disable_adapters"))
+            numbers += (weight.data_ptr(), weight._version, own["training"])
+            to_train = weight.requires_grad and torch.is_grad_enabled()
+            numbers += (own.get("merged"), own.get("disable_adapters"), to_train)
             if scale is not None:
                 numbers += (scale.data_ptr(), scale._version)
             if lora_A is not None and lora_B is not None:
@@ -204,8 +210,6 @@ class FusedGroup:
         return self._variants[key]
 
     def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
-        for m in self.members:
-            check_frozen(m.stored, m.name)
         if any(m.training != training for m in self.members):
             modes = {m.name: "training" if m.training else "eval" for m in self.members}
             raise RuntimeError(f"projections fused into one must be in one mode, found {modes}")

@@ -120,7 +120,7 @@ class PeftProjection(LoRALinear):
             self.layer.unmerge()  # PEFT's forward does the same
         own, modules = self.base._parameters, self.layer._modules
         factors: dict[str, Any] = {}
-        if self.layer.lora_A:
+        if modules["lora_A"]._modules:  # PEFT may have deleted all
             adapter = self._adapter
             factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
         return {"weight": own["weight"], "bias": own["bias"], **factors}

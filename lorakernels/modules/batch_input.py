@@ -26,10 +26,10 @@ class BatchInput:
     three dimensions or more. Rows of two dimensions, [M, K], are each a sequence of their own.
     """
 
-    def __init__(self, layers: Iterable[LoRALinear], names: tuple[str, ...]) -> None:
-        self._layers, self._names = tuple(layers), names
-        self._calls = self._layers[0].adapter_rows
-        self._adapters = adapters_of(self._layers[0].lora_A)
+    def __init__(self, layer: LoRALinear, names: tuple[str, ...]) -> None:
+        """`layer`: one of them. It is not kept: `unload` may replace it, and its memory is then free."""
+        self._names, self._calls = names, layer.adapter_rows
+        self._adapters = adapters_of(layer.lora_A)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """ValueError if the adapters do not divide the sequences."""
@@ -40,15 +40,19 @@ class BatchInput:
         named = self._calls is not None and self._calls.asked
         if not named and x.shape[0] % self._adapters == 0:
             return
-        layer = self._layers[0]
+        layer = self._running(module)
+        if layer is None:
+            return
         adapters = _adapters_of_call(layer) if named else adapters_of(layer.lora_A)
-        if adapters and x.shape[0] % adapters and self._runs(module):
+        if adapters and x.shape[0] % adapters:
             raise cut_sequence(x, adapters)
 
-    def _runs(self, module: nn.Module) -> bool:
-        """Whether one of the layers is still there, and not switched off."""
-        there = {id(m) for m in module.modules()}
-        return any(id(m) in there and not m.disable_adapters for m in self._layers)
+    def _running(self, module: nn.Module) -> LoRALinear | None:
+        """One of the layers that is still there, and not switched off; None if there is none."""
+        own = (m for m in module.modules() if isinstance(m, LoRALinear))
+        return next(
+            (m for m in own if m.adapter_rows is self._calls and not m.disable_adapters), None
+        )
 
 
 @torch.compiler.disable
@@ -64,10 +68,11 @@ def ask_inputs(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
         model: of `batch_adapters`.
         layers: {path: LoRALinear} in it.
     """
+    one = next(iter(layers.values()))
     for caller in _callers(model, layers):
         own = getattr(caller, "main_input_name", "input_ids")  # as transformers has it
         names = tuple(dict.fromkeys((own, "input_ids", "inputs_embeds")))
-        caller.register_forward_pre_hook(BatchInput(layers.values(), names), with_kwargs=True)
+        caller.register_forward_pre_hook(BatchInput(one, names), with_kwargs=True)
 
 
 def _callers(model: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:

@@ -14,7 +14,7 @@ from lorakernels.modules.apply import tied_pointers, untie
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.state_entries import apart
-from lorakernels.modules.trained_parts import hidden_originals, swap_originals
+from lorakernels.modules.trained_parts import hidden_originals, kept_parameters, swap_originals
 
 
 def lora_modules(model: nn.Module) -> dict[str, LoRALinear]:
@@ -97,8 +97,7 @@ def disable_lora(model: nn.Module) -> Iterator[nn.Module]:
     layers = list(_layers(model).values())
     before = [(layer, layer.disable_adapters) for layer in layers]
     hidden = hidden_originals(model)
-    trained = (p for m in hidden for p in m.parameters(recurse=False) if p.requires_grad)
-    if any(map(is_sharded, trained)):
+    if any(is_sharded(p) for m in hidden for p in kept_parameters(m)):
         raise RuntimeError(
             "biases and modules_to_save that FSDP2 shards cannot show their original values: leave them out of it by "
             "fully_shard(..., ignored_params={...}), and average their gradients yourself"

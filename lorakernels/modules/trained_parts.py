@@ -60,6 +60,13 @@ def change_originals(module: nn.Module, change: Callable[[str, Tensor], Tensor])
         kept.values.update({name: change(name, x) for name, x in kept.values.items()})
 
 
+def kept_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `module` itself whose originals it keeps."""
+    kept = _kept(module)
+    found = [] if kept is None else [module._parameters[name] for name in kept.values]
+    return [p for p in found if p is not None]
+
+
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     """{path: module} of the `modules_to_save` that `apply_lora` marked."""
     return {name: m for name, m in model.named_modules() if m.__dict__.get(_SAVED)}

@@ -17,6 +17,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's own raises only if an incoming gradient requires grad. Under `create_graph=True` a constant one, such as
     that of a loss, would give constants. But dx depends on A, B and x, so that a penalty on it would train nothing.
+    As with torch's, a call that names its inputs, as `backward(inputs=…)`, finds no way to them. It does not raise.
     """
     once = function.once_differentiable(backward)
 

@@ -367,6 +367,10 @@ def test_what_happens_to_a_fused_layer_later_is_refused_at_its_call() -> None:
         RuntimeError, match=r"layers\.0\.mlp\.down_proj: weight\.requires_grad must be"
     ):
         run(model, x)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(RuntimeError, match="must be False, found True"):
+        run(model, x)
     layer.mlp.down_proj.weight.requires_grad_(False)
     run(model, x)
     with pytest.raises(ValueError, match="position_embeddings"):

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -137,6 +139,16 @@ def test_a_model_without_the_layers_is_not_asked() -> None:
         for block in model.blocks:
             block.linear = nn.Linear(8, 8)
     model(torch.randn(4, 6, 8))
+
+
+def test_unloaded_layers_leave_no_memory_behind() -> None:
+    model, batch = net()
+    layers = [weakref.ref(layer) for layer in batch.layers.values()]
+    with batch.only("de"):
+        lorakernels.unload(model)
+    del batch
+    gc.collect()
+    assert [layer() for layer in layers] == [None, None]
 
 
 def test_torch_compile_asks_too() -> None:
