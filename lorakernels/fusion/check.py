@@ -18,6 +18,7 @@ from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, is_loaded_part, refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import projection
+from lorakernels.modules.trained_parts import keeps_weight
 from lorakernels.numerics.blocks import BLOCK
 
 
@@ -158,6 +159,11 @@ def _check_projections(
         assert isinstance(weight, Tensor)
         if weight.requires_grad:
             raise ValueError(f"{path}.{name}.weight is trained: a fused layer trains adapters only")
+        if keeps_weight(module):
+            raise ValueError(
+                f"{path}.{name} is in modules_to_save: a fused layer does not keep its weight from before training, "
+                "nor that it is to be saved; call merge_and_unload first"
+            )
         if _is_plain(module) and recipe is not None and not bool(weight.isfinite().all()):
             raise ValueError(f"{path}.{name}.weight must be finite to be held in FP8")
         if isinstance(module, FrozenFP8Linear):

@@ -67,6 +67,12 @@ def kept_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in found if p is not None]
 
 
+def keeps_weight(module: nn.Module) -> bool:
+    """Whether `module` keeps the weight that it had before training, as a linear in `modules_to_save` does."""
+    kept = _kept(module)
+    return kept is not None and "weight" in kept.values
+
+
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     """{path: module} of the `modules_to_save` that `apply_lora` marked."""
     return {name: m for name, m in model.named_modules() if m.__dict__.get(_SAVED)}

@@ -38,7 +38,7 @@ from lorakernels.parallel.pipeline_check import (
     slots_of_stage,
     states_of,
 )
-from lorakernels.parallel.pipeline_cut import OF_STAGE, Cut, stages_of
+from lorakernels.parallel.pipeline_cut import Cut, stages_of
 from lorakernels.parallel.pipeline_engine import Sent, as_it_was, engine
 from lorakernels.parallel.pipeline_stages import (
     Batch,
@@ -89,8 +89,7 @@ class PipelineParallel:
         ]
         self._schedules: dict[bool, tuple[Any, Any]] = {}
         self._layer_draws = LayerDraws(slots_before(model, slots, self._own))
-        for parameter in model.parameters():
-            vars(parameter)[OF_STAGE] = cut.ranks
+        cut.mark(model)
         vars(model)[_OF_MODEL] = self
 
     @classmethod

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lorakernels.fusion.rewire import let_go
 from lorakernels.parallel.pipeline_stages import Absent, Places, Skipped
 from lorakernels.parallel.tensor_ranks import Ranks
 
-OF_STAGE = "of_a_stage"  # attribute of the parameters of a model that was cut: the pipeline's ranks
 _OF_MODEL = "pipeline_cut"
+_OF_PARAMETERS = (
+    WeakIdKeyDictionary()
+)  # their Cut: as an attribute, it would keep them from being saved
 
 
 @dataclass(eq=False)
@@ -47,6 +50,17 @@ class Cut:
         """Of a model from which other ranks' modules were taken; None of a whole one."""
         found: Cut | None = vars(model).get(_OF_MODEL)
         return found
+
+    @classmethod
+    def of_parameter(cls, parameter: Tensor) -> Cut | None:
+        """Of the model whose parameters `mark` has seen; None of any other."""
+        found: Cut | None = _OF_PARAMETERS.get(parameter)
+        return found
+
+    def mark(self, model: nn.Module) -> None:
+        """Let `of_parameter` know the parameters of `model`."""
+        for parameter in model.parameters():
+            _OF_PARAMETERS[parameter] = self
 
     @property
     def chunks(self) -> int:

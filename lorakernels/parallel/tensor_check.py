@@ -19,6 +19,7 @@ from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.modules.trained_parts import keeps_weight
 from lorakernels.parallel.tensor_layers import why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_split import LoadedParts, Waiting
@@ -208,6 +209,8 @@ def _objections(module: nn.Module) -> Iterator[str]:
     assert isinstance(module.weight, torch.Tensor)
     if module.weight.requires_grad:
         yield "has a weight that trains: only adapters and biases of split layers can"
+    if keeps_weight(module):
+        yield "is in modules_to_save, which a split layer is not: call merge_and_unload first"
     if initial_of(module) is not None:
         yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
     if getattr(module, "merged", False):

@@ -10,7 +10,7 @@ from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, batch_adapters, fuse, group_projections, merge_lora
 from tests.distributed.tensor_models import Way, make
-from tests.fusion.fused_models import LINEARS, adapted, an_adapter, fp8_state
+from tests.fusion.fused_models import LINEARS, adapted, an_adapter, fp8_state, model_of
 
 WHOLE, CPU = Way("", False), torch.device("cpu")
 Model = Callable[[int], nn.Module]
@@ -90,6 +90,13 @@ def trained_norm(rank: int) -> nn.Module:
     return model
 
 
+def with_a_saved_projection(rank: int) -> nn.Module:
+    """As `load_adapter(is_trainable=False)` leaves it."""
+    model = model_of("Llama")
+    apply_lora(model, LoRAConfig(r=4, target_modules=["q_proj"], modules_to_save=["o_proj"]))
+    return model.requires_grad_(False)
+
+
 def sized(**sizes: int) -> Model:
     return lambda rank: make(Way("", False, model=sizes), CPU)
 
@@ -119,6 +126,11 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         several,
         None,
         "model.layers.0.self_attn.q_proj has several adapters in one batch",
+    ),
+    "modules_to_save": (
+        with_a_saved_projection,
+        None,
+        "model.layers.0.self_attn.o_proj is in modules_to_save",
     ),
     "packed": (lambda rank: adapted("Phi3", LINEARS), None, "Phi3DecoderLayer packs projections"),
     "norms behind": (

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,13 +39,19 @@ def stages(rank: int, device: torch.device) -> list[float]:
             each.zero_grad()
         assert norm > 2 * NORM and optimizer.grad_norm is not None, "each step is clipped"
         found.append(difference(optimizer.grad_norm, norm))
+    file = io.BytesIO()
+    torch.save(own, file)  # as a loop of one's own saves adapters
+    file.seek(0)
+    assert all(map(torch.equal, torch.load(file), own))
     expected = dict(whole.named_parameters())
     adapters = pipeline.whole_adapters()
     return [*found, *(difference(x, expected[name].detach()) for name, x in adapters.items())]
 
 
 @pytest.mark.slow
-def test_replicas_of_stages_are_clipped_by_the_norm_of_all_stages() -> None:
+def test_replicas_of_stages_are_clipped_by_the_norm_of_all_stages_and_their_adapters_can_be_saved() -> (
+    None
+):
     """AdamW divides by small numbers, so that orders of fp32 sums show more than by themselves."""
     for found in on_ranks(stages, 4, "gloo"):
         assert max(found) < 1e-4

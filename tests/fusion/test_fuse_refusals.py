@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -11,8 +13,10 @@ from lorakernels import (
     DelayedScaling,
     FP8State,
     FrozenFP8Linear,
+    LoRAConfig,
     LoRALinear,
     PhiloxState,
+    apply_lora,
     fuse,
     group_projections,
 )
@@ -283,6 +287,20 @@ def test_a_base_that_is_to_train_under_an_adapter_is_refused() -> None:
     model.model.layers[1].self_attn.q_proj.weight.requires_grad_(True)
     with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.q_proj\.weight is trained"):
         fuse(model)
+
+
+@pytest.mark.parametrize("saved", ["o_proj", "mlp"])
+def test_a_projection_in_modules_to_save_is_refused_also_where_it_no_longer_trains(
+    saved: str,
+) -> None:
+    model = model_of("Llama")
+    config = LoRAConfig(r=4, lora_alpha=8, target_modules=["q_proj"], modules_to_save=[saved])
+    apply_lora(model, config)
+    model.requires_grad_(False)  # as load_adapter(is_trainable=False) does
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"layers\.0\.\S+_proj is in modules_to_save: a fused"):
+        fuse(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 def test_other_refusals() -> None:

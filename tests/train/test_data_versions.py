@@ -13,7 +13,8 @@ import pytest
 from lorakernels.train.data import tokens
 from lorakernels.train.data.formats import example_of
 from lorakernels.train.data.sources import Row
-from lorakernels.train.errors import DataError
+from lorakernels.train.errors import CheckpointError, DataError
+from lorakernels.train.same_run import check_equal
 from tests.train.chats import MARKED, PLAIN, jsonl, shown, tokenizer_with, tokens_of, turns
 
 INSTRUCTION = {"instruction": "b?", "output": "B"}
@@ -86,3 +87,12 @@ def test_tokens_of_an_earlier_version_are_not_read(
         assert shown(tokens_of(file, tokenizer), tokenizer).endswith("⟦B<eos>⟧")
     with pytest.raises(DataError, match='"system" has no place in the Alpaca prompt'):
         tokens_of(file, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["tokens", "eval_tokens", "fox: tokens", "a: b: eval_tokens"])
+def test_a_run_over_tokens_of_an_earlier_version_hears_what_may_differ(name: str) -> None:
+    """Also of a job, by whose name the key is called."""
+    with pytest.raises(
+        CheckpointError, match=f"{name} was 'a', now it is 'b'; data, tokenizer or the"
+    ):
+        check_equal(3, {name: "a"}, {name: "b"})
