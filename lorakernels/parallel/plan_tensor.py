@@ -214,8 +214,7 @@ def rows_exchanged(model: ModelSize, batch: Batch, machine: Machine) -> int:
             beside = each.is_beside(size, batch, machine)
             gathers = each.element == 1
             rows = batch.rows if gathers and not beside else batch.tokens
-            factor = batch.rows if gathers and not beside else batch.tokens
-            sizes = [rows * each.width * each.element, ELEMENT * factor * each.rank, each.totals]
+            sizes = [rows * each.width * each.element, ELEMENT * rows * each.rank, each.totals]
             wanted = sum(map(aligned, sizes))
             if wanted > most:
                 most = max(LEAST, 1 << (wanted - 1).bit_length())
