@@ -25,7 +25,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
 from lorakernels.parallel.bucket import MOMENTS, Bucket
 from lorakernels.parallel.flat import cut, lay_out
-from lorakernels.parallel.pipeline_cut import Cut
+from lorakernels.parallel.pipeline_cut import ranks_of
 from lorakernels.parallel.tensor_layers import OF_PART
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class ShardedAdamW(torch.optim.AdamW):
         """Collective: check the parameters, lay them out in buckets, and take rank 0's values."""
         params = [p for group in groups for p in group["params"]]
         self._check(params, groups)
-        for found in filter(None, map(Cut.of_parameter, params)):
-            self._stages = found.ranks.group
+        for stages in filter(None, map(ranks_of, params)):
+            self._stages = stages.group
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for p in params:
             kinds.setdefault((p.dtype, p.device), []).append(p)

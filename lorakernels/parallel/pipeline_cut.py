@@ -22,9 +22,14 @@ from lorakernels.parallel.pipeline_stages import Absent, Places, Skipped
 from lorakernels.parallel.tensor_ranks import Ranks
 
 _OF_MODEL = "pipeline_cut"
-_OF_PARAMETERS = (
-    WeakIdKeyDictionary()
-)  # their Cut: as an attribute, it would keep them from being saved
+# {parameter: the Ranks of its pipeline}. An attribute would keep a parameter from being saved, and its Cut would keep it.
+_OF_PARAMETERS = WeakIdKeyDictionary()
+
+
+def ranks_of(parameter: Tensor) -> Ranks | None:
+    """Those that have the stages of the model whose parameter it is; None of a model without stages."""
+    found: Ranks | None = _OF_PARAMETERS.get(parameter)
+    return found
 
 
 @dataclass(eq=False)
@@ -51,16 +56,10 @@ class Cut:
         found: Cut | None = vars(model).get(_OF_MODEL)
         return found
 
-    @classmethod
-    def of_parameter(cls, parameter: Tensor) -> Cut | None:
-        """Of the model whose parameters `mark` has seen; None of any other."""
-        found: Cut | None = _OF_PARAMETERS.get(parameter)
-        return found
-
     def mark(self, model: nn.Module) -> None:
-        """Let `of_parameter` know the parameters of `model`."""
+        """Let `ranks_of` know the parameters of `model`."""
         for parameter in model.parameters():
-            _OF_PARAMETERS[parameter] = self
+            _OF_PARAMETERS[parameter] = self.ranks
 
     @property
     def chunks(self) -> int:

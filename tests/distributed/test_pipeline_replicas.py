@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -55,3 +57,19 @@ def test_replicas_of_stages_are_clipped_by_the_norm_of_all_stages_and_their_adap
     """AdamW divides by small numbers, so that orders of fp32 sums show more than by themselves."""
     for found in on_ranks(stages, 4, "gloo"):
         assert max(found) < 1e-4
+
+
+def freed(rank: int, device: torch.device) -> list[bool]:
+    """Whether a model in stages is gone, with its parameters, once nobody refers to it."""
+    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))
+    model = make(HALF, device)
+    pipeline = pipeline_parallel(model, mesh["pp"], microbatches=HALF.microbatches)
+    left = [weakref.ref(model), *map(weakref.ref, model.parameters())]
+    del model, pipeline
+    gc.collect()
+    return [ref() is None for ref in left]
+
+
+def test_a_model_in_stages_is_freed_with_its_parameters() -> None:
+    for found in on_ranks(freed, 2, "gloo"):
+        assert len(found) > 1 and all(found)
