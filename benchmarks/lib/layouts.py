@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.lib.predictions import machine_of
 from benchmarks.lib.ranks import average_gradients, largest
 from benchmarks.peers.models import ALPHA, RANK, Spec, dtype_of
 from benchmarks.peers.training import Ours, fill_adapters, set_adapters
@@ -161,10 +162,8 @@ class Layout(Ours):
 
     @cached_property
     def machine(self) -> Machine:
-        """The plan's rates for these GPUs; an H200's for CPUs."""
-        on_gpu = self.device.type == "cuda"
-        known = not on_gpu or "H200" in torch.cuda.get_device_name(self.device)
-        return MACHINES["H200" if known else "H100-80GB"]
+        """The plan's rates for these GPUs; an H200's for CPUs, and for GPUs that plans do not know."""
+        return machine_of(None, self.device) or MACHINES["H200"]
 
     @cached_property
     def whole_size(self) -> ModelSize:

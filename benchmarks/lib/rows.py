@@ -53,6 +53,10 @@ def arguments(
     return args, device
 
 
+# The names of what `environment` returns
+FACTS = ("device", "torch", "cuda", "python", "triton", "driver", "commit", "date")
+
+
 def environment(device: torch.device) -> dict[str, str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""

@@ -46,7 +46,7 @@ from lorakernels.graphs import GraphManager, GraphOptions
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.lib.curves import smoothed
+from benchmarks.lib.curves import farthest
 from benchmarks.lib.ranks import average_gradients, largest, start_ranks
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
 from benchmarks.lib.texts import demo_texts
@@ -183,9 +183,8 @@ class Layout:
         self.replica = dist.get_rank() // (way.tp * way.cp) if way.dp > 1 else 0
         device = next(self.model.parameters()).device
         seed = dist.get_rank() if way.name == OTHER else self.replica
-        torch.manual_seed(
-            plan.seed(3)
-        )  # one value on all ranks: equal adapters, and masks of one state
+        # one value on all ranks: equal adapters, and masks of one state
+        torch.manual_seed(plan.seed(3))
         self.rng = PhiloxState(plan.seed(11) + seed, device)
         config = LoRAConfig(
             r=RANK,
@@ -344,18 +343,17 @@ def of_rank(rank: int, values: Tensor) -> list[float]:
 
 def compared(rows: list[Row], curves: dict[str, list[float]]) -> list[Row]:
     """With checks, and how far each curve is from one GPU's."""
-    found, one, first = [], smoothed(curves[ONE]), rows[0]
+    found, one, first = [], curves[ONE], rows[0]
     for row in rows:
         losses = curves[str(row["way"])]
-        off = [abs(a / b - 1) for a, b in zip(smoothed(losses), one, strict=True)]
-        worst = max(range(len(off)), key=off.__getitem__)
+        off, step = farthest(losses, one)
         check = "ok"
         if not all(map(math.isfinite, losses)):
             check = "WRONG: a loss is not finite"
-        elif row["way"] not in (ONE, OTHER) and not off[worst] <= TOLERANCE:
+        elif row["way"] not in (ONE, OTHER) and not off <= TOLERANCE:
             check = f"WRONG: more than {TOLERANCE:.1%} from one GPU"
         shown: Row = {"way": row["way"], "ranks": row["ranks"], "check": check}
-        shown |= {"largest difference": f"{off[worst]:.3%}", "from step": worst}
+        shown |= {"largest difference": f"{off:.3%}", "from step": step}
         shown |= {name: value for name, value in row.items() if name not in shown}
         shown["÷ one GPU"] = ratio(row["held-out loss"], first["held-out loss"], 5)
         found.append(shown)

@@ -23,12 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.curves import smoothed
-from benchmarks.lib.rows import Row, write_csv, write_markdown
+from benchmarks.lib.curves import farthest
+from benchmarks.lib.rows import FACTS, Row, write_csv, write_markdown
 from benchmarks.report.plots import draw_all
 
 ONE = "one GPU"
-FACTS = ("device", "torch", "cuda", "python", "triton", "driver", "commit", "date")
 Curve = list[float]
 
 
@@ -56,13 +55,6 @@ def _read(path: Path) -> list[dict[str, str]]:
 
 def mean(curves: Sequence[Curve]) -> Curve:
     return [statistics.fmean(losses) for losses in zip(*curves, strict=True)]
-
-
-def farthest(curve: Curve, one: Curve) -> tuple[float, int]:
-    """(largest relative difference of the smoothed curves, its step)."""
-    off = [abs(a / b - 1) for a, b in zip(smoothed(curve), smoothed(one), strict=True)]
-    step = max(range(len(off)), key=off.__getitem__)
-    return off[step], step
 
 
 def joined(runs: Sequence[Run]) -> list[Row]:

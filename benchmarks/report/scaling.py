@@ -15,12 +15,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.rows import Row, ratio, write_csv, write_markdown
+from benchmarks.lib.rows import FACTS, Row, ratio, write_csv, write_markdown
 from benchmarks.report.ops import number
 from benchmarks.report.plots import draw_all
 
 ONE = "÷ one GPU"
-FACTS = ("device", "torch", "cuda", "python", "triton", "driver", "commit", "date")
 
 
 def joined(tables: list[list[dict[str, str]]]) -> list[dict[str, str]]:

@@ -210,10 +210,8 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle, training = inputs[
-        :10
-    ]
-    scaling, p, mask, x8, x_scale_inv = inputs[10:]
+    x, weight, weight_scale_inv, weight_t, bias, *others = inputs
+    lora_A, lora_B, slot, handle, training, scaling, p, mask, x8, x_scale_inv = others
     _, made8, made_scale_inv, s = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(made8, made_scale_inv, s)

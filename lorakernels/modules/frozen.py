@@ -306,8 +306,9 @@ class FrozenFP8Linear(nn.Module):
         """[..., K] → [..., N] in x's dtype; backward gives dx (and dbias if the bias is trained).
 
         Raises:
-            TypeError: x is not float32, bfloat16 or float16. RuntimeError: the weight is to train, which it cannot.
+            TypeError: x is not float32, bfloat16 or float16.
             ValueError: x's last dimension is not K, or x is on another device.
+            RuntimeError: gradients are computed, and `weight.requires_grad` is True, though the weight is frozen.
         """
         compiling = torch.compiler.is_compiling()
         if not compiling and (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
@@ -395,8 +396,7 @@ class FrozenFP8Linear(nn.Module):
             self.renew_weight_t()
 
     def renew_weight_t(self) -> None:
-        """Make the transposed copy anew, in its memory if that fits. Call it after the weight was written or replaced.
-        Without weight_layout="both" there is none.
+        """Make the copy of weight_layout="both" anew, in its memory if it fits, once the weight was written or replaced.
 
         Raises:
             RuntimeError: the weight is sharded.

@@ -22,7 +22,7 @@ from lorakernels.parallel.pipeline_stages import Absent, Places, Skipped
 from lorakernels.parallel.tensor_ranks import Ranks
 
 _OF_MODEL = "pipeline_cut"
-# {parameter: the Ranks of its pipeline}. An attribute would keep a parameter from being saved, and its Cut would keep it.
+# {parameter: the Ranks of its pipeline}. As an attribute it could not be saved, and a Cut would keep the parameter.
 _OF_PARAMETERS = WeakIdKeyDictionary()
 
 

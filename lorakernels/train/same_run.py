@@ -45,10 +45,8 @@ def check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
                 hint = "it is batch_size · grad_accum · ranks: restore it by one of them"
             if name == "the order of jobs" and before.get(name) is None:
                 hint = "an earlier version did not record it: go on with that version"
-            if name.rpartition(": ")[2] in (
-                "tokens",
-                "eval_tokens",
-            ):  # of a run, or of one of its jobs
+            # of a run, or of one of its jobs
+            if name.rpartition(": ")[2] in ("tokens", "eval_tokens"):
                 hint = "data, tokenizer or the version that makes tokens of rows is another: restore it"
             if name == "memory_budget":
                 hint = "restore it, where layout auto chose it by layout given with its shard_base and offload"

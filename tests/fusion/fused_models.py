@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import (
+    DelayedScaling,
     FP8State,
     FrozenFP8Linear,
     FuseReport,
@@ -21,6 +22,7 @@ from lorakernels import (
     fuse,
 )
 from lorakernels.fusion import families
+from lorakernels.fusion.memory import LayerSize
 
 transformers = pytest.importorskip("transformers")
 
@@ -136,6 +138,18 @@ def adapted(
         if isinstance(module, LoRALinear):
             nn.init.normal_(module.lora_B, std=0.1)
     return plain
+
+
+def fused_in_bf16(
+    targets: Sequence[str], save: str, device: torch.device
+) -> tuple[Any, tuple[LayerSize, ...]]:
+    """(a Llama over FP8 whose fused layers keep `save`, the sizes of these layers)."""
+    torch.manual_seed(0)
+    model: Any = adapted(
+        "Llama", targets, device=device, dtype=torch.bfloat16, fp8=DelayedScaling()
+    )
+    fuse(model, save=save)
+    return model, tuple(LayerSize.of(layer, True) for layer in model.model.layers)
 
 
 def run(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, Tensor]:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
-from lorakernels import DelayedScaling, LoRAConfig, PlanAxes, ShardPlan, context_parallel, fuse
-from lorakernels.fusion.memory import LayerSize
+from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
 from lorakernels.parallel import ShardedAdamW, context_attention
 from lorakernels.parallel.flat import lay_out
 from lorakernels.parallel.optimizer import BUCKET_BYTES
@@ -27,7 +26,7 @@ from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of
 from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
 from lorakernels.parallel.plan_time import Batch, backward, exchanged, forward, head, whole_rows
-from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted
+from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, fused_in_bf16
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
 
@@ -253,11 +252,7 @@ def kept_by_two(rank: int, device: torch.device, forms: list[str]) -> dict[str, 
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     found = {}
     for form, targets in product(forms, (ATTENTION, ["q_proj", "v_proj"], LINEARS)):
-        torch.manual_seed(0)
-        kind = {"device": device, "dtype": torch.bfloat16, "fp8": DelayedScaling()}
-        model: Any = adapted("Llama", targets, **kind)
-        fuse(model, save=form)
-        layers = tuple(LayerSize.of(layer, True) for layer in model.model.layers)
+        model, layers = fused_in_bf16(targets, form, device)
         context_parallel(model, mesh["cp"])
         own = torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(rank))
         size = ModelSize(layers, VOCABULARY, 0, 0)

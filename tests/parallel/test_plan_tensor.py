@@ -18,8 +18,8 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
-from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, PlanAxes, ShardPlan, fuse
-from lorakernels.fusion.memory import LayerSize, fit
+from lorakernels import BlockScaling, LoRAConfig, PlanAxes, ShardPlan
+from lorakernels.fusion.memory import fit
 from lorakernels.parallel import parallelize
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
@@ -28,7 +28,7 @@ from lorakernels.parallel.plan_size import ELEMENT, ModelSize, split_layer, weig
 from lorakernels.parallel.plan_tensor import Exchange, crossings, ends, rows_exchanged
 from lorakernels.parallel.plan_time import KERNEL, Batch, Parts, backward, forward, head, stretched
 from lorakernels.parallel.row_exchange import START
-from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted
+from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, fused_in_bf16
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
 
@@ -119,11 +119,7 @@ def parts_of_two(rank: int, device: torch.device, forms: list[str]) -> dict[str,
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {}
     for form, targets in product(forms, (ATTENTION, ["q_proj", "v_proj"], LINEARS)):
-        torch.manual_seed(0)
-        kind = {"device": device, "dtype": torch.bfloat16, "fp8": DelayedScaling()}
-        model: Any = adapted("Llama", targets, **kind)
-        fuse(model, save=form)
-        layers = tuple(LayerSize.of(layer, True) for layer in model.model.layers)
+        model, layers = fused_in_bf16(targets, form, device)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = ModelSize(layers, VOCABULARY, 0, trained)
         split = parallelize(model, mesh["tp"], vocabulary=True)
