@@ -396,7 +396,7 @@ class FrozenFP8Linear(nn.Module):
             self.renew_weight_t()
 
     def renew_weight_t(self) -> None:
-        """Make the copy of weight_layout="both" anew, in its memory if it fits, once the weight was written or replaced.
+        """Make the copy of weight_layout="both" anew, in its memory if it fits. Call it after the weight was written.
 
         Raises:
             RuntimeError: the weight is sharded.
