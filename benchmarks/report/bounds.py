@@ -158,7 +158,8 @@ def _grad(results: Results) -> tuple[float, str]:
         "Warps of their own make dy8 (H26), and the sum waits once for its shares (H27). By torch's profiler the first "
         "kernel takes 60 µs, and the sum ends 4 µs behind it (b9ddd50). "
         f"The draw takes {(drawn - alone) * 1e3:.0f} µs more. 1.55 is what the kernel plan calls honest. "
-        "Next: the draw beside the rest, and shares that are added up in a cluster. Two blocks a multiprocessor lost (D2)."
+        "Next: the draw beside the rest, and shares that are added up in a cluster. Two blocks a multiprocessor lost "
+        "(D2)."
     )
     return 3 * SQUARE**2 + SQUARE**2 / 8 + 2 * shares, why
 
