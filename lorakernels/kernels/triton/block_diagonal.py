@@ -19,7 +19,9 @@ from lorakernels.values import SideBySide
 
 MAX_BLOCKS = 4
 TILE = 16  # rows of a program, of one adapter
-TILE_OF_MANY = 64  # of several: 9 µs, not 18, for eight adapters of two projections of 14,336 rows on an H200
+TILE_OF_MANY = (
+    64  # of several: 9 µs, not 18, for eight adapters of two projections of 14,336 rows on an H200
+)
 
 
 @triton.jit
