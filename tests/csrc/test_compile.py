@@ -41,8 +41,8 @@ REGISTERS = {
     "bias_dropout_add_backward_kernel": 128,
     "bias_grad_kernel": 64,
 }
-# quantize_grad_kernel<…, rank, …, kDraws>: one block of 256 threads, and of 640
-GRAD_REGISTERS = {("128", "0"): 255, ("16", "1"): 96}
+# quantize_grad_kernel<…, rank, …, kDraws, kApart>: one block of 256 threads, of 640, and of 384
+GRAD_REGISTERS = {("128", "0", "0"): 255, ("16", "1", "1"): 96, ("64", "1", "0"): 168}
 # quantize_lora_down_panels_kernel<…, 256, …>: one block of 256 threads
 HIGHEST_RANK_REGISTERS = 255
 LOW_TILE_REGISTERS = 255  # fp8_gemm_kernel<…, Shape::kLow, …>: one block of 256 threads
@@ -91,8 +91,8 @@ def bound_of(kernel: str, entry: str) -> int:
     """Of an instance, by its mangled name; its last template argument is a bool where these two have one."""
     true = "Lb1EEEv" in entry.partition("'")[0]
     if kernel == "quantize_grad_kernel":
-        rank, draws = re.search(r"Li(\d+)ELi\d+ELb([01])EEEv", entry).groups()
-        return GRAD_REGISTERS.get((rank, draws), REGISTERS[kernel])
+        form = re.search(r"Li(\d+)ELi\d+ELb([01])ELb([01])EEEv", entry).groups()
+        return GRAD_REGISTERS.get(form, REGISTERS[kernel])
     if kernel == "quantize_lora_down_panels_kernel" and "Li256E" in entry:
         return HIGHEST_RANK_REGISTERS
     if kernel == "fp8_gemm_kernel" and "ShapeE0E" in entry:
@@ -162,11 +162,18 @@ def test_nvcc_is_found_where_setup_finds_it(
 
 def test_a_block_with_more_threads_has_a_bound_of_its_own() -> None:
     names = [
-        f"_ZN20quantize_grad_kernelI6__halfLi{rank}ELi4ELb{draws}EEEv14CUtensorMap"
-        for rank, draws in ((0, 0), (16, 0), (16, 1), (64, 1), (128, 0))
+        f"_ZN20quantize_grad_kernelI6__halfLi{rank}ELi4ELb{draws}ELb{apart}EEEv14CUtensorMap"
+        for rank, draws, apart in (
+            (0, 0, 1),
+            (16, 0, 1),
+            (16, 1, 1),
+            (64, 1, 1),
+            (64, 1, 0),
+            (128, 0, 0),
+        )
     ]
     bounds = [bound_of("quantize_grad_kernel", f"{name}' for 'sm_90a'") for name in names]
-    assert bounds == [128, 128, 96, 128, 255]
+    assert bounds == [128, 128, 96, 128, 168, 255]
     names = [
         f"_ZN32quantize_lora_down_panels_kernelI6__halfLi{r}ELb1EEEv14CUtensorMap"
         for r in (192, 256)

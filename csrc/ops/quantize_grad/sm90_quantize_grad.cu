@@ -85,7 +85,7 @@ __device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&su
   wgmma_commit();
 }
 
-// The warpgroups that multiply. Their first thread brings the tiles. At rank 128 they make dy8 as well.
+// The warpgroups that multiply. Their first thread brings the tiles. Nobody else makes dy8 unless the roles say so.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
                                                const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
@@ -153,13 +153,13 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
   if (quantizes && params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
 }
 
-template <typename T, int kRank, int kSteps, bool kDraws>
-__global__ void __launch_bounds__((Roles<kRank, kDraws>::kThreads), 1)
+template <typename T, int kRank, int kSteps, bool kDraws, bool kApart>
+__global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = Tiling<kRank, kSteps>;
-  using Role = Roles<kRank, kDraws>;
+  using Role = Roles<kRank, kDraws, kApart>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
@@ -276,19 +276,27 @@ __global__ void __launch_bounds__(kSumThreads)
   }
 }
 
-template <typename T, int kRank, int kSteps, bool kDraws>
+// At rank 128 too few registers are left for warps of their own that make dy8.
+template <typename T, int kRank, int kSteps, bool kDraws, bool kApart = kRank < 128>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   using Tile = Tiling<kRank, kSteps>;
-  const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws>;
-  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kDraws>::kThreads;
+  const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws, kApart>;
+  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kDraws, kApart>::kThreads;
   const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, Tile::kRows);  // swizzled as DyRows
   launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOfBlock, kBytes, stream, true, dy, params, grid);
 }
 
 template <typename T, int kRank, bool kDraws>
 void launch_drawing(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
-  grid.steps == 1 ? launch_strips<T, kRank, 1, kDraws>(params, grid, stream)
-                  : launch_strips<T, kRank, Grid::most_steps(kRank), kDraws>(params, grid, stream);
+  constexpr int kSteps = Grid::most_steps(kRank);
+  if (grid.steps == 1) return launch_strips<T, kRank, 1, kDraws>(params, grid, stream);
+  if constexpr (kRank == QuantizeGradLimits::kDrawnRank && kDraws) {
+    // The one warpgroup that is left would make dy8 too slowly for blocks of many pairs (docs/facts.md, H30).
+    if (grid.strips * grid.panels >= 4 * grid.blocks) {
+      return launch_strips<T, kRank, kSteps, kDraws, false>(params, grid, stream);
+    }
+  }
+  launch_strips<T, kRank, kSteps, kDraws>(params, grid, stream);
 }
 
 template <typename T, int kRank>

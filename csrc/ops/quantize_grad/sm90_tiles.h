@@ -21,11 +21,11 @@ constexpr int kGroups = 2;                   // warpgroups that multiply
 constexpr int kMultiplying = 128 * kGroups;  // threads
 
 // What a block's warpgroups do. The first two multiply, the next ones make dy8, and the last ones draw the mask, so
-// that each waits for what it needs alone. At rank 0 nobody multiplies. At rank 128 too few registers are left, and
-// those that multiply make dy8 as well.
-template <int kRank, bool kDraws>
+// that each waits for what it needs alone. At rank 0 nobody multiplies. Unless `kMakesApart`, those that multiply make
+// dy8 as well.
+template <int kRank, bool kDraws, bool kMakesApart>
 struct Roles {
-  static constexpr bool kApart = kRank < 128;
+  static constexpr bool kApart = kMakesApart;
   static constexpr int kMultipliers = kRank > 0 ? kGroups : 0;
   static constexpr int kQuantizers = !kApart ? 0 : kRank == 0 ? 4 : kRank > 16 && kDraws ? 1 : 2;
   static constexpr int kDrawers = kDraws ? 1 : 0;
@@ -35,8 +35,8 @@ struct Roles {
 
   // Registers of a thread: at launch, then of those that multiply, and of the others.
   static constexpr int kAtLaunch = registers_of_warpgroups<kCount>() / kCount;
-  static constexpr int kWanted = kRank == 64 ? 200 : kRank == 32 && kDraws ? 144 : kAtLaunch;
-  static constexpr bool kShifts = kApart && kWanted > kAtLaunch;
+  static constexpr int kWanted = kRank == 64 ? (kApart ? 200 : 216) : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr bool kShifts = kWanted > kAtLaunch;
   static constexpr int kLeft =
       kShifts ? (kCount * kAtLaunch - kMultipliers * kWanted) / (kCount - kMultipliers) / 8 * 8 : kAtLaunch;
   static_assert(kMultipliers * kWanted + (kCount - kMultipliers) * kLeft <= kCount * kAtLaunch,

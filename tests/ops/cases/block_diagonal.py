@@ -124,6 +124,7 @@ CONTRACTS = (
             "two": Case(partial(blocks, [(-1, 5), (10, 3)], FP32, False)),
             "compact": Case(partial(blocks, [(-1, 3), (10, 3)], BF16, True)),
             "several": Case(partial(blocks, [(-1, 5), (4, 0), (40, 3)], FP32, False, each=(3,))),
+            "several, compact": Case(partial(blocks, [(-1, 3), (90, 3)], FP16, True, each=(3,))),
             "five": Case(partial(blocks, FIVE, FP16, False), why_not=TOO_MANY),
         },
         bound,
@@ -148,6 +149,7 @@ CONTRACTS = (
         ops.block_diagonal_parts,
         {
             "several": Case(partial(matrix, [(-1, 5), (4, 0), (40, 3)], FP32, False, each=(3,))),
+            "several, compact": Case(partial(matrix, [(-1, 3), (90, 3)], FP16, True, each=(3,))),
             "one adapter": Case(partial(matrix, [(-1, 4), (10, 0)], FP32, False)),
             "compact": Case(partial(matrix, [(-1, 3), (10, 3)], BF16, True)),
             "five": Case(partial(matrix, FIVE, FP16, False), why_not=TOO_MANY),

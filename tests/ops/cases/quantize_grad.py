@@ -260,6 +260,7 @@ CONTRACTS = (
                 (300, 384, 656, 16),  # few rows a block; words that end inside of a warp's 32
                 (77, 8192, 128, 33),  # wide strips
                 (2100, 520, 8200, 17),  # more to draw than to read: all warps end up drawing
+                (4100, 8200, 8200, 64),  # so many pairs a block that those that multiply make dy8
                 (4000, 264, 4096, 64),  # where only some draw
             )
             for dtype, p in ((BF16, 0.1), (FP16, 0x7C00 / 65536), (BF16, 2**-16), (FP16, 0.9))
