@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 // At rank 128 too few registers are left for warps of their own that make dy8.
-template <typename T, int kRank, int kSteps, bool kDraws, bool kApart = kRank < 128>
+template <typename T, int kRank, int kSteps, bool kDraws, bool kApart = (kRank < 128)>
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   using Tile = Tiling<kRank, kSteps>;
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws, kApart>;
