@@ -83,6 +83,20 @@ def test_a_table_of_texts(tmp_path: Path) -> None:
     assert texts == ['⟦<bos>one, "two"\nthree<eos>⟧', "⟦<bos>four<eos>⟧"]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    """Also where bad rows may be skipped: it is no row's fault. Nameless columns of spreadsheets are no fields."""
+    path, tokenizer = tmp_path / f"a.{kind}", tokenizer_with(None)
+    lines = ["text,,n,", "one,,1,", "two,,2,"]
+    path.write_text("\n".join(lines).replace(",", "," if kind == "csv" else "\t"))
+    assert len(tokens_of(path, tokenizer).spans) == 2
+    lines[0] = "text,text,n,n"
+    path.write_text("\n".join(lines).replace(",", "," if kind == "csv" else "\t"))
+    for skip in (False, True):
+        with pytest.raises(DataError, match=rf"a\.{kind} line 1: .* columns named 'n', 'text'"):
+            tokens_of(path, tokenizer, skip_bad_rows=skip)
+
+
 def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     (folder / "more").mkdir(parents=True)

@@ -339,10 +339,20 @@ def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
             return
         if not header:
             header = cells
+            _check_header(where, header)
         elif len(cells) == len(header):
             yield Row(where, dict(zip(header, cells, strict=True)))
         elif cells:
             yield RowError(f"{where}: {len(cells)} cells, the header has {len(header)} names")
+
+
+def _check_header(where: str, names: Sequence[str]) -> None:
+    """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"{where}: the header has several columns named {', '.join(map(repr, twice))}: give each another name"
+        )
 
 
 def _parquet(path: Path) -> Rows:
