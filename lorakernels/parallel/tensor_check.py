@@ -19,7 +19,7 @@ from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
-from lorakernels.modules.trained_parts import keeps_weight
+from lorakernels.modules.trained_parts import keeps_weight, kept_parameters
 from lorakernels.parallel.tensor_layers import why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_split import LoadedParts, Waiting
@@ -238,8 +238,8 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
 
     Raises:
         ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
-            than nn.Embedding and nn.Linear, for hooks on them, a norm of the embedding's rows, or a vocabulary that the
-            ranks do not divide.
+            than nn.Embedding and nn.Linear, for hooks on them, for one that was to be trained, a norm of the embedding's
+            rows, or a vocabulary that the ranks do not divide.
     """
     if found.spec is None:
         raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
@@ -253,6 +253,11 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
         if type(module) is not kind:
             raise ValueError(
                 f"vocabulary=True takes a plain {kind.__name__}, found {type(module).__name__}"
+            )
+        if kept_parameters(module):
+            raise ValueError(
+                f"vocabulary=True replaces the {kind.__name__}, which keeps what it had before training, as one of "
+                "modules_to_save or with a bias: call merge_and_unload first"
             )
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(
