@@ -24,6 +24,7 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
+from lorakernels.parallel.known_tokens import refuse_unknown, vocabulary_of
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
@@ -213,6 +214,7 @@ class ContextParallel:
         how += repr(items) if isinstance(items, Real) else type(items).__name__
         try:
             given = self._given(labels, items, inputs)
+            refuse_unknown(self.model, inputs.get("input_ids"), labels)
             form = (*labels.shape, "cu_seq_lens_q" in given.inputs, self.looks_at(given.inputs))
             form += (zlib.crc32(how.encode()),)
         except Exception as found:  # any: the other ranks wait below
@@ -295,7 +297,8 @@ class ContextParallel:
         why = _refused(rows, inputs)
         if self.looks_at(inputs):
             places = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
-            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why)
+            known = 0 if rows.is_floating_point() else vocabulary_of(self.model)
+            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why, known)
         elif why:
             raise ValueError(why)
 

@@ -238,8 +238,8 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
 
     Raises:
         ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
-            than nn.Embedding and nn.Linear, for hooks on them, for one that was to be trained, a norm of the embedding's
-            rows, or a vocabulary that the ranks do not divide.
+            than nn.Embedding and nn.Linear, for hooks on them, for one that was to train, a norm of the
+            embedding's rows, or a vocabulary that the ranks do not divide.
     """
     if found.spec is None:
         raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
