@@ -19,22 +19,23 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.modules.holder import ROWS_OVER_RANKS
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.context_check import OF_MODULE, fingerprint, objection
 from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.known_tokens import refuse_unknown, vocabulary_of
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
-from lorakernels.parallel.tensor_check import check_equal, checksum, generators, scales
+from lorakernels.parallel.tensor_check import check_equal
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.fp8 import FP8State
 
 ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
 _OF_MODEL = "context_parallel"
-_OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
 # what transformers' models take, and dimension 1 is a row's tokens
 _CUT = ("input_ids", "inputs_embeds", "position_ids")
 _WHOLE = ("cu_seq_lens_q", "max_length_q")
@@ -179,7 +180,7 @@ class ContextParallel:
         Raises:
             ValueError: trained parameters, scales and histories of FP8 or generators differ. It names the first.
         """
-        check_equal(comm.agree(self.ranks.group, _fingerprint(self.model)))
+        check_equal(comm.agree(self.ranks.group, fingerprint(self.model)))
 
     def together(self) -> AbstractContextManager[None]:
         """Collective at its end: what one rank raises inside is raised on all. For `GraphOptions.together`."""
@@ -327,9 +328,11 @@ class ContextParallel:
             context = contexts.setdefault(
                 wanted, ContextAttention(self.ranks, wanted, first_rows.of)
             )
-            self._put(module, _OF_MODULE, context)
+            self._put(module, OF_MODULE, context)
             if parts is not None:
                 self._put(parts, "context", context)
+        for module in (m for m in model.modules() if m._parameters):
+            self._put(module, ROWS_OVER_RANKS, True)
         config = model.config.get_text_config()
         self._put(config, "_attn_implementation", ATTENTION)
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
@@ -422,39 +425,14 @@ def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Mo
             )
         layers = decoder_layers(model)
         for path, layer in layers.items():
-            if why := _objection(layer):
+            if why := objection(layer):
                 raise ValueError(f"{path} {why}")
         for name, module in model.named_modules():
             if why := _cannot_draw(module, ranks.group):
                 raise ValueError(f"{name} {why}")
-        mine = _fingerprint(model)
+        mine = fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
     return layers
-
-
-def _fingerprint(model: nn.Module) -> dict[str, Any]:
-    trained = {
-        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
-    }
-    return trained | scales(model) | generators(model, next(model.parameters()).device)
-
-
-def _objection(layer: nn.Module) -> str:
-    """Why a decoder layer's attention cannot run over ranks; "" if it can."""
-    spec = spec_of(layer)
-    if spec.window_of(layer) is not None:
-        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
-    if spec.cap_of(layer) is not None:
-        return "has capped scores, which attention over ranks does not have"
-    if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        if parts.context is not None:
-            return "runs over ranks already"
-        if parts.attention not in ("auto", "flash", "efficient", "math"):
-            return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
-    elif _OF_MODULE in vars(layer.get_submodule(spec.attention)):
-        return "runs over ranks already"
-    return ""
 
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:
@@ -488,7 +466,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: out [B, T, H, D]. It has no mask for this name, and makes none."""
-    context: ContextAttention = vars(module)[_OF_MODULE]
+    context: ContextAttention = vars(module)[OF_MODULE]
     if attention_mask is not None or kwargs.get("dropout"):
         raise ValueError("attention over ranks has no attention_mask and no dropout")
     longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size
