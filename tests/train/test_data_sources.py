@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lorakernels.train.data.prepare import load_data
-from lorakernels.train.data.sources import held_entries
+from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.errors import DataError
 from lorakernels.train.options import FinetuneOptions
@@ -148,6 +148,17 @@ def test_the_split_that_is_evaluated(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"name one, .*/SPLIT of \['test', 'validation'\]"):
         held_entries([three])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"splits": null}', "\udcff"], ids=ascii)
+def test_a_list_of_splits_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    """As data, and as held-out data."""
+    (tmp_path / "dataset_dict.json").write_bytes(text.encode(errors="surrogateescape"))
+    for read in (held_entries, find_sources):
+        with pytest.raises(
+            DataError, match=r'dataset_dict\.json must be JSON with a list of "splits"'
+        ):
+            read([tmp_path])
 
 
 def test_a_run_s_held_out_data_are_not_its_training_data(tmp_path: Path) -> None:

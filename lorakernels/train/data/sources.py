@@ -168,8 +168,14 @@ def _is_data(path: Path) -> bool:
 
 
 def _splits(folder: Path) -> list[str]:
-    """The names of a DatasetDict's splits."""
-    return list(json.loads((folder / SPLITS).read_text()).get("splits", []))
+    """The names of a DatasetDict's splits. Raises DataError if its list of them cannot be read."""
+    try:
+        return [str(name) for name in json.loads((folder / SPLITS).read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f'{folder / SPLITS} must be JSON with a list of "splits", found {what}'
+        ) from error
 
 
 def _split_of(folder: Path) -> tuple[list[Path], list[str]]:
