@@ -16,8 +16,9 @@ from lorakernels.autograd import fp8_attention
 from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import Parts, original_class
+from lorakernels.fusion.layer import original_class
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
+from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
 from lorakernels.modules.holder import refuse_rows_over_ranks
 from lorakernels.modules.lora import LoRALinear

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.parallel.tensor_check import checksum, generators, scales
 
 OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
