@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.holder import ROWS_OVER_RANKS
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.context_check import OF_MODULE, fingerprint, objection
@@ -335,6 +337,7 @@ class ContextParallel:
             self._put(module, ROWS_OVER_RANKS, True)
         config = model.config.get_text_config()
         self._put(config, "_attn_implementation", ATTENTION)
+        share_state(frozen_layers(model))  # `attach` would else put another state in their place
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
             self._put(state, "shared_over", (*state.shared_over, self.ranks.group))

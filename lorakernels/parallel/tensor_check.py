@@ -12,9 +12,10 @@ from torch import nn
 
 from lorakernels.autograd.attention import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_held, is_loaded_part
+from lorakernels.modules.holder import is_held, is_loaded_part, refuse_rows_over_ranks
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
@@ -147,8 +148,9 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
     Raises:
         TypeError: a linear's class is not known.
         ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
-            parameter that trains outside of the split linears.
+            parameter that trains outside of the split linears, or rows that are over ranks already.
     """
+    refuse_rows_over_ranks(model, "parallelize")
     check_sizes(model, found, ranks.size)
     for path in found.cuts:
         for objection in _objections(model.get_submodule(path)):

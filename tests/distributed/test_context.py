@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import LoRAConfig, apply_lora, fuse, unfuse
+from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach, fuse, unfuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
 from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state, model_of
@@ -295,7 +295,7 @@ def too_late(rank: int, device: torch.device) -> dict[str, Any]:
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], {}
     plain, part = model_of("Llama"), model_of("Llama")
     adapters = LoRAConfig(target_modules=["q_proj"], fp8=None)
-    unfused, fused = make(PLAIN, device), make(PLAIN, device)
+    unfused, fused, whole = (make(PLAIN, device) for _ in range(3))
     fuse(fused)
     first, on_others = (
         ours.register(LoraConfig(target_modules=[name]), fp8=None) for name in ("q_proj", "v_proj")
@@ -308,6 +308,7 @@ def too_late(rank: int, device: torch.device) -> dict[str, Any]:
         "add adapters to other layers by PEFT": (others, lambda: others.add_adapter("b", on_others)),
         "fuse": (unfused, lambda: fuse(unfused)),
         "unfuse": (fused, lambda: unfuse(fused)),
+        "parallelize": (whole, lambda: parallelize(whole, mesh)),
     }  # fmt: skip
     for name, (model, call) in calls.items():
         base = model.get_base_model() if model in (theirs, others) else model
@@ -328,6 +329,34 @@ def test_what_changes_layers_comes_before_rows_are_over_ranks() -> None:
             verb = " ".join(name.split()[: 2 if "add" in name else 1])
             assert f"over ranks since context_parallel, so it is too late to {verb}: call" in said
             assert same and closed == "nothing", (name, closed)
+
+
+def states_of_peft(rank: int, device: torch.device) -> list[Any]:
+    """How many groups share each FP8 state of PEFT's layers, which made one each: first, after `attach`, and closed."""
+    from peft import LoraConfig, get_peft_model
+
+    from lorakernels.integrations import peft as ours
+
+    torch.manual_seed(0)
+    config = ours.register(LoraConfig(target_modules=["q_proj", "o_proj"]), fp8=DelayedScaling())
+    model = get_peft_model(model_of("Llama"), config)
+    context = context_parallel(model.get_base_model(), init_device_mesh("cpu", (2,)))
+
+    def shared() -> list[int]:
+        states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+        return [len(state.shared_over) for state in states.values()]
+
+    found = [shared()]
+    attached = attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    found.append(shared())
+    attached.detach()
+    context.close()
+    return [*found, shared()]
+
+
+def test_attach_keeps_the_ranks_that_share_scales() -> None:
+    pytest.importorskip("peft")
+    assert on_ranks(states_of_peft, 2, "gloo") == [[[1], [1], [0]]] * 2
 
 
 def uneven(rank: int, device: torch.device) -> list[Any]:
