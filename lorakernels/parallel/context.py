@@ -180,8 +180,11 @@ class ContextParallel:
         It reads the device, so call it now and then.
 
         Raises:
-            ValueError: trained parameters, scales and histories of FP8 or generators differ. It names the first.
+            ValueError: trained parameters, scales and histories of FP8 or generators differ, or a module has come
+                whose masks cannot be drawn over ranks, such as of an adapter of PEFT's own. It names the first.
         """
+        with comm.together(self.ranks.group):
+            _refuse_masks(self.model, self.ranks.group)
         check_equal(comm.agree(self.ranks.group, fingerprint(self.model)))
 
     def together(self) -> AbstractContextManager[None]:
@@ -430,12 +433,17 @@ def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Mo
         for path, layer in layers.items():
             if why := objection(layer):
                 raise ValueError(f"{path} {why}")
-        for name, module in model.named_modules():
-            if why := _cannot_draw(module, ranks.group):
-                raise ValueError(f"{name} {why}")
+        _refuse_masks(model, ranks.group)
         mine = fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
     return layers
+
+
+def _refuse_masks(model: nn.Module, group: Any) -> None:
+    """ValueError, which names it, for a module whose masks cannot be drawn over the ranks of `group`."""
+    for name, module in model.named_modules():
+        if why := _cannot_draw(module, group):
+            raise ValueError(f"{name} {why}")
 
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:

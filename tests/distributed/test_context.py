@@ -331,6 +331,27 @@ def test_what_changes_layers_comes_before_rows_are_over_ranks() -> None:
             assert same and closed == "nothing", (name, closed)
 
 
+def a_mask_of_pefts(rank: int, device: torch.device) -> list[str]:
+    """What `check` says before and after an adapter of PEFT's own layers, which ask nobody, is added on a rank."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(model_of("Llama"), LoraConfig(target_modules=["q_proj"]))
+    context = context_parallel(model.get_base_model(), init_device_mesh("cpu", (2,)))
+    found = [refused(context.check)]
+    if rank:
+        model.add_adapter("b", LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    return [*found, refused(context.check)]
+
+
+def test_check_finds_masks_that_came_later() -> None:
+    pytest.importorskip("peft")
+    for rank, (before, after) in enumerate(on_ranks(a_mask_of_pefts, 2, "gloo")):
+        said = "model.layers.0.self_attn.q_proj.lora_dropout.b is Dropout(p=0.1"
+        assert before == "nothing"
+        assert after.startswith("ValueError: " + ("" if rank else "rank 1: ") + said)
+
+
 def states_of_peft(rank: int, device: torch.device) -> list[Any]:
     """How many groups share each FP8 state of PEFT's layers, which made one each: first, after `attach`, and closed."""
     from peft import LoraConfig, get_peft_model
