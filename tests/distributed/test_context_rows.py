@@ -256,6 +256,28 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
             assert text in found[name], (name, found[name])
 
 
+def unknown_tokens(rank: int, device: torch.device) -> list[str]:
+    """What is said of packed rows with a token that rank 0 alone would look up, and then of right ones."""
+    context = context_parallel(make(Way(""), device), init_device_mesh(device.type, (2,)))
+    tokens, labels = batch(0, device)
+    starts = torch.tensor(DOCUMENTS, dtype=torch.int32, device=device)
+    given = {"cu_seq_lens_q": starts, "position_ids": positions().to(device), "max_length_q": 12}
+    found = []
+    for token in (64, -1, 0):
+        rows = tokens.clone()
+        rows[0, 0] = token
+        found.append(said(lambda rows=rows: context.loss(labels, input_ids=rows, **given)))  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.gpu
+def test_an_unknown_token_is_refused_on_all_ranks_before_a_device_asserts() -> None:
+    """The host waits for the device there in any case, to know where documents begin."""
+    refused = "input_ids must be in [0, 64) on all ranks, found others"
+    for found in on_ranks(unknown_tokens, 2, "cuda:gloo"):
+        assert found == [refused, refused, "nothing"]
+
+
 def copied(rank: int, device: torch.device, fused: bool) -> list[bool]:
     """Whether a copy trains over the ranks by itself, and closing it leaves the first one over them."""
     way = Way("", fp8=True, dropout=0.1, fused=fused)
