@@ -37,6 +37,7 @@ from lorakernels.autograd.compiled_plan import (
 )
 from lorakernels.autograd.linear_node import Needs, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
+from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.fp8 import FP8State
@@ -322,9 +323,7 @@ def is_compiling() -> bool:
 
 def rows_of(x: Tensor) -> Tensor:
     """[..., K] → contiguous [M, K], in the autocast dtype under autocast."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    return under_autocast(x).reshape(-1, x.shape[-1]).contiguous()
 
 
 def compiled_linear(

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.lent import whole
+from lorakernels.numerics.autocast import autocast_dtype, without_autocast
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
@@ -281,8 +282,7 @@ def linear_cross_entropy(
         TypeError, ValueError: an argument does not fit. Nothing has been computed then.
     """
     weight = whole(weight)
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
+    if (dtype := autocast_dtype(hidden.device.type)) is not None:
         hidden, bias = hidden.to(dtype), None if bias is None else bias.to(dtype)
         weight = weight if weight.dtype == E4M3 else weight.to(dtype)
     _check(hidden, weight, bias, labels, fp8, weight_scale_inv)
@@ -302,7 +302,7 @@ def linear_cross_entropy(
     tensors: tuple[Tensor | None, ...] = (rows, weight, bias)
     if not torch.is_grad_enabled():  # needs_input_grad does not know about no_grad
         tensors = tuple(None if t is None else t.detach() for t in tensors)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden.device.type):
         h, w, b = rows.detach(), weight.detach(), None if bias is None else bias.detach()
         # NaN of an ignored token would meet its gradient, 0, in the cap's derivative
         if change.cap is not None:

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode, in_bytes
 from lorakernels.autograd.linear_plan import planned_linear
 from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.values import Weight
 
 
@@ -30,8 +30,8 @@ def lora_linear(
         [..., N] in x's dtype (the autocast dtype under autocast).
     """
     kind = "cuda" if x.is_cuda else x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    if (dtype := autocast_dtype(kind)) is not None:
+        x = x.to(dtype)
     x = x if x.is_contiguous() else x.contiguous()
     y = planned_linear(x, weight, bias, adapter, call) if kind == "cuda" else None
     if y is not None:

@@ -17,6 +17,7 @@ from lorakernels.autograd.compiled_linear import rows_of
 from lorakernels.autograd.linear import quantize_in_blocks
 from lorakernels.autograd.linear_node import Given, LinearNode, in_bytes
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.numerics.autocast import without_autocast
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Scaled, Weight
 
@@ -67,7 +68,7 @@ def share_input(x: Tensor, lora_A: Mapping[int, Tensor], call: Call) -> SharedIn
 
 
 def _cat(matrices: Sequence[Tensor]) -> Tensor:
-    with torch.autocast(matrices[0].device.type, enabled=False):
+    with without_autocast(matrices[0].device.type):
         return torch.cat([*matrices])  # autocast's cat refuses the other 16-bit dtype
 
 

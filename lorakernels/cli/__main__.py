@@ -11,8 +11,9 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any, NoReturn
+
+from lorakernels import __version__
 
 COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
@@ -36,9 +37,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(prog="lorakernels", description="LoRA training over an FP8 base")
-    parser.add_argument(
-        "--version", action="version", version=f"lorakernels {version('lorakernels')}"
-    )
+    parser.add_argument("--version", action="version", version=f"lorakernels {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((a for a in arguments if not a.startswith("-")), "")
     parsers = {

@@ -53,8 +53,11 @@ def collect() -> dict[str, Any]:
     """All facts that doctor reports, as plain JSON values."""
     import torch
 
+    from lorakernels import __version__
+
     # torch.__version__ names the build (+cpu, +cu130); the version of its package does not always.
     versions = {**{name: _version(name) for name in PACKAGES}, "torch": str(torch.__version__)}
+    versions["lorakernels"] = versions["lorakernels"] or __version__  # found by PYTHONPATH alone
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

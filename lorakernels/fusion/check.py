@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakernels.config import BlockScaling, Recipe
+from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, refuse_hooks
+from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.group import GroupedLoRALinear

@@ -16,9 +16,11 @@ from lorakernels.autograd import fp8_attention
 from lorakernels.autograd.decoder_plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import Parts, original_class
+from lorakernels.fusion.layer import original_class
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
+from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
+from lorakernels.modules.holder import refuse_rows_over_ranks
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.undo import all_or_nothing
@@ -193,6 +195,7 @@ def fuse(
 
     Raises:
         ValueError, TypeError: there is no decoder layer, or one cannot be fused. The message names the layer and why.
+            Or `context_parallel` has seen the model, which has to come after `fuse`.
         RuntimeError: the memory of the FP8 state is pinned by a graph.
 
     No exception leaves a change behind, not even a later one, for example when the device is full.
@@ -208,6 +211,7 @@ def fuse(
                 f'save="{save.removesuffix(AWAY)}"'
             )
     attention_backends.check(attention)
+    refuse_rows_over_ranks(model, "fuse")
     if memory_budget is not None and tokens is None:
         raise ValueError(
             f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
@@ -256,8 +260,9 @@ def unfuse(model: nn.Module) -> None:
     history of x, and its history of dy starts empty. An exception leaves the model fused.
 
     Raises:
-        ValueError: `model` is not fused.
+        ValueError: `model` is not fused, or `context_parallel` has seen it since.
     """
+    refuse_rows_over_ranks(model, "unfuse")
     stale = unwire(model)
     if stale:
         warnings.warn(

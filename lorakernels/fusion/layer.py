@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,90 +25,14 @@ from lorakernels.autograd.attention import (
 )
 from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
 from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
-from lorakernels.autograd.longest_document import check_longest
 from lorakernels.autograd.rms_norm import rms_norm
-from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
-from lorakernels.fusion.group import FusedGroup
-from lorakernels.fusion.offload import ActivationOffload
-from lorakernels.fusion.over_ranks import Context, Over
+from lorakernels.fusion.call_checks import check_call, check_documents, check_window
+from lorakernels.fusion.parts import Parts
 from lorakernels.values import Scaled
 
 Attended = Callable[
     [Tensor, Tensor, Tensor], tuple[Tensor, Scaled | None]
 ]  # q, k, v → out, its bytes
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-@dataclass(eq=False)
-class Parts:
-    """How one layer runs.
-
-    Attributes:
-        spec: the layer's family.
-        qkv, o, gate_up, down: the projections.
-        norms: of attention's and of the MLP's input, or None where it is not normed.
-        head_norms: of q and of k, or None twice.
-        post_norms: of attention's and of the MLP's result, or None twice.
-        places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
-        heads: H, Hk and the factor of q kᵀ.
-        eps: ε of all norms in the layer.
-        turns: whether RoPE turns the heads.
-        factor: of attention's and of the MLP's result before the residual is added.
-        cap: of attention's scores, or None.
-        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
-        offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
-        attention: the backend asked for.
-        chosen: the backend that is used, by shapes, dtype and kind of mask.
-        context: what attends in the backend's place where ranks share rows; None where they do not.
-        checks_longest: whether each call compares `max_length_q` with the documents.
-    """
-
-    spec: LayerSpec
-    qkv: FusedGroup
-    o: FusedGroup
-    gate_up: FusedGroup
-    down: FusedGroup
-    norms: tuple[nn.Module | None, nn.Module | None]
-    head_norms: tuple[nn.Module | None, nn.Module | None]
-    post_norms: tuple[nn.Module | None, nn.Module | None]
-    places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
-    heads: Heads
-    eps: float
-    turns: bool
-    factor: float
-    cap: float | None
-    save: str
-    attention: str
-    offload: ActivationOffload | None
-    chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    context: Context | None = None
-    checks_longest: bool = True
-
-    @property
-    def over(self) -> Over | None:
-        """How ranks hold the layer together; None where they do not."""
-        return cast("Over | None", self.qkv.over)
-
-    @property
-    def spread(self) -> int:
-        return 1 if self.over is None else self.over.spread
-
-    @property
-    def flat(self) -> bool:
-        return self.over is not None and self.over.flat
-
-    @property
-    def groups(self) -> tuple[FusedGroup, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
-
-    @property
-    def adds(self) -> bool:
-        """Whether the GEMMs of o and down add the residual."""
-        return self.factor == 1.0 and self.post_norms == (None, None)
-
-    def scale(self, norm: nn.Module | None) -> Tensor | None:
-        """What a norm multiplies by, or None without a norm."""
-        return None if norm is None else scale(norm, self.spec.norms_add_one)
 
 
 @dataclass(frozen=True)
@@ -186,11 +110,11 @@ class FusedDecoderLayer(nn.Module):
             return own
         parts = self._fused
         hidden_states = _widened(parts, hidden_states)
-        _check_call(self, parts, hidden_states, attention_mask, kwargs)
+        check_call(self, parts, hidden_states, attention_mask, kwargs)
         if parts.over is not None:
             parts.over.check(hidden_states)
-        _check_window(self, parts, hidden_states, kwargs)
-        _check_longest(parts, hidden_states, kwargs)
+        check_window(self, parts, hidden_states, kwargs)
+        check_documents(parts, hidden_states, kwargs)
         if parts.context is not None:
             parts.context.begin(hidden_states.shape[:2].numel() * parts.spread)
         call = _call(parts, hidden_states, position_embeddings)
@@ -246,12 +170,6 @@ def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
     return h.shape[:2].numel() * parts.spread // length, length
 
 
-def _tokens(parts: Parts, h: Tensor) -> int:
-    """Of all ranks that share the rows of h."""
-    ranks = 1 if parts.context is None else parts.context.size
-    return h.shape[:2].numel() * parts.spread * ranks
-
-
 class _Visible(NamedTuple):
     """What a token attends to: what a mask allows, or all tokens up to itself, of the row or of its packed sequence."""
 
@@ -262,7 +180,7 @@ class _Visible(NamedTuple):
 
 
 def _visible(parts: Parts, h: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> _Visible:
-    starts, tokens = kwargs.get("cu_seq_lens_q"), _tokens(parts, h)
+    starts, tokens = kwargs.get("cu_seq_lens_q"), parts.tokens(h)
     if starts is not None:
         return _Visible(None, True, starts, kwargs.get("max_length_q") or tokens)
     causal = (
@@ -363,104 +281,6 @@ def _attended(
     if name == FP8:
         return fp8_attention.attend_rows(q, k, v, parts.heads.scale)
     return attend(name, q, k, v, mask, causal, parts.heads.scale), None
-
-
-def _check_call(
-    layer: nn.Module, parts: Parts, h: Tensor, mask: object, kwargs: dict[str, Any]
-) -> None:
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"attention_mask must be None or a 4-D tensor, found {found}")
-    if kwargs.get("output_attentions"):
-        raise ValueError(
-            "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
-        )
-    _check_packing(kwargs)
-    for group in parts.groups:
-        group.check_sequences(h)
-    if not parts.spec.looks_back(layer):
-        name, flag = parts.spec.attention, layer.get_submodule(parts.spec.attention).is_causal
-        raise ValueError(
-            f"{name}.is_causal must be True in a fused layer, found {flag!r}: unfuse the model first"
-        )
-    if (dropout := parts.spec.drops(layer)) is not None:
-        raise ValueError(
-            f"dropouts in a fused layer must be 0 in training, found {dropout}: unfuse the model first"
-        )
-    kind = h.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
-        raise RuntimeError(
-            f"a fused layer computes in the dtype of its input, found {h.dtype} under autocast to "
-            f"{torch.get_autocast_dtype(kind)}: load the model in that dtype"
-        )
-    for path, owner, name, module in parts.places:
-        if owner.get(name) is not module:
-            raise RuntimeError(
-                f"{path} is another module than when the layer was fused: unfuse the model first, "
-                "then change it"
-            )
-        hooks = module.__dict__
-        if any([hooks[kind] for kind in _HOOKS]):
-            refuse_hooks(path, module)
-
-
-def _check_packing(kwargs: dict[str, Any]) -> None:
-    """Refuse queries and keys that are not the same tokens. The numbers in `cu_seq_lens_k` are not compared, since
-    the host would have to wait for the device."""
-    starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
-        found = f"{starts.dtype} {tuple(starts.shape)}"
-        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {found}")
-    if ends is not None and (starts is None or _form(starts) != _form(ends)):
-        wanted = None if starts is None else _form(starts)
-        raise ValueError(
-            f"cu_seq_lens_k must be equal to cu_seq_lens_q, {wanted}, found {_form(ends)}"
-        )
-    longest = kwargs.get("max_length_q"), kwargs.get("max_length_k")
-    if None not in longest and longest[0] != longest[1]:
-        raise ValueError(f"max_length_q and max_length_k must be equal, found {longest}")
-
-
-def _form(x: Tensor) -> str:
-    return f"{str(x.dtype)[6:]} {list(x.shape)} on {x.device}"
-
-
-def _check_window(layer: nn.Module, parts: Parts, h: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse packed sequences longer than a sliding window, which only a mask can express."""
-    if kwargs.get("cu_seq_lens_q") is None:
-        return
-    window = parts.spec.window_of(layer)
-    longest = kwargs.get("max_length_q") or h.shape[:2].numel() * parts.spread
-    if window is not None and longest > window:
-        raise ValueError(
-            f"cu_seq_lens_q: sequences of up to {longest} tokens need a sliding window of {window}, which packed "
-            "attention does not have; pass an attention_mask"
-        )
-
-
-def _check_longest(parts: Parts, h: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse a document that is longer than attention is told. None can have more tokens than there are."""
-    starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
-    if starts is not None and longest and parts.checks_longest and longest < _tokens(parts, h):
-        check_longest(starts, longest)
-
-
-def hooks_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """Yield the hooks of `module` that a fused layer would not run. transformers' output collectors do not count: they
-    do nothing unless a call collects outputs."""
-    for name in _HOOKS:
-        for hook in vars(module)[name].values():
-            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
-                yield hook
-
-
-def refuse_hooks(path: str, module: nn.Module) -> None:
-    """Raise ValueError if `module`, inside of a fused layer, has a hook that would not run."""
-    for hook in hooks_of(module):
-        name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        raise ValueError(
-            f"{path} has a hook ({name}) that would not run in a fused layer: remove it, or hook the layer"
-        )
 
 
 _classes: dict[type, type] = {}

@@ -17,10 +17,11 @@ from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts, fused_class, original_class
+from lorakernels.fusion.layer import FusedDecoderLayer, fused_class, original_class
 from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.fusion.offload import ActivationOffload
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import bring, refuse_held

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lorakernels.fusion.fuse import unfuse
 from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.rewire import unwire
 from lorakernels.modules.experts import restack
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import refuse_held, refuse_split
@@ -69,7 +69,7 @@ def _unload(model: nn.Module, dtype: torch.dtype | None, merge: bool) -> nn.Modu
         kind = dtype or plain_dtype(model)
         plain = {m: _plain_linear(name, m, kind, merge) for name, m in layers.items()}
         if any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
-            unfuse(model)
+            unwire(model)
     except BaseException:
         for module in swapped:
             swap_originals(module, show=False)

@@ -30,6 +30,7 @@ from lorakernels.config import Recipe
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.convert import to_frozen
 from lorakernels.modules.frozen_targets import HOOKS
+from lorakernels.modules.holder import refuse_rows_over_ranks
 from lorakernels.modules.lora import delta_of
 from lorakernels.modules.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.planned import planned_call
@@ -197,6 +198,7 @@ class LoraKernelsLinear(PeftLinear):
         return mergeable(self.base_layer)
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
+        refuse_rows_over_ranks(self.base_layer, "add adapters")
         if isinstance(self.base_layer, FrozenFP8Linear):
             _check_keeps_base(config)
             if config.init_lora_weights not in _INIT_WITHOUT_BASE:

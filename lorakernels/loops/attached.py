@@ -291,11 +291,12 @@ def attach(
 def _capture(attached: Attached, warmup_steps: int, grads: str, options: GraphOptions) -> None:
     """Start LayerGraphs, which captures the layers once their shapes repeat."""
     attached._configs = parts.without_cache(attached.model)
+    own = [state for layer in attached.layers for state in parts.fp8_states(layer)]  # one at most
     make = partial(
         GraphManager,
         attached.layers,
         warmup_steps=1,
-        fp8_state=attached.fp8_states[0] if attached.fp8_states else None,
+        fp8_state=own[0] if own else None,
         rng_states=attached.rng_states,
         grads=grads,
         options=options,

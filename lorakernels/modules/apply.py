@@ -15,7 +15,7 @@ from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_f
 from lorakernels.modules.experts import match_experts, unstack
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.frozen_targets import frozen_targets
-from lorakernels.modules.holder import refuse_held
+from lorakernels.modules.holder import refuse_held, refuse_rows_over_ranks
 from lorakernels.modules.initial import check_initial
 from lorakernels.modules.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.pretrained import guard_saving
@@ -56,9 +56,9 @@ def apply_lora(
         A LoRAReport: every module with parameters, the implementations it runs and why, and the model's `fp8_state`.
 
     Raises:
-        ValueError: no module matches, the model has adapters already, the layers are on several devices, or a weight
-            is not finite. With "olora" and "pissa": a rank is larger than a side of its weight.
-            `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
+        ValueError: no module matches, the model has adapters already, the layers are on several devices, a weight is
+            not finite, or `context_parallel` has seen the model. With "olora" and "pissa": a rank is larger than a
+            side of its weight. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
         TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16. A parameter
             is not of experts that LoRAExperts computes. With "olora" and "pissa": a weight is held in FP8 already.
         RuntimeError: a graph holds the memory of an FP8 layer's state, or a weight is in a sharded base.
@@ -66,6 +66,7 @@ def apply_lora(
     All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
     replaced layers are held until the call ends. They move to the host if the device is full.
     """
+    refuse_rows_over_ranks(model, "add adapters")
     options = adapter_dtype, rng_state, frozen
     if not config.target_parameters:
         return _apply(model, config, *options)

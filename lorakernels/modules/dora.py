@@ -24,6 +24,7 @@ from lorakernels.config import LoRAConfig
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import Initial
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.dropout import masked
 from lorakernels.plans.routing import WATCHED
 from lorakernels.values import Dropout, Weight
@@ -171,8 +172,7 @@ class DoRALinear(LoRALinear):
 
 def _dtype_of(x: Tensor) -> torch.dtype:
     """x's, or autocast's."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def kind_for(config: LoRAConfig) -> type[LoRALinear]:

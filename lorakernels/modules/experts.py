@@ -26,6 +26,7 @@ from torch._compile import _disable_dynamo
 from lorakernels.autograd.grouped_linear import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
 from lorakernels.modules.expert_stack import stacked, why_not_stacked
+from lorakernels.numerics.autocast import under_autocast
 from lorakernels.ops.expert_route import routing as route
 
 STACKED = ("gate_up_proj", "down_proj")
@@ -77,7 +78,7 @@ class LoRAExperts(nn.Module):
         Raises:
             RuntimeError: the stream is being captured, and the experts run one after the other.
         """
-        x = _under_autocast(hidden_states)
+        x = under_autocast(hidden_states)
         why_not = self.why_not_stacked(x.dtype)
         if why_not is None and len(x):
             return self._stacked(x, top_k_index, top_k_weights).to(hidden_states.dtype)
@@ -140,12 +141,6 @@ class LoRAExperts(nn.Module):
             trained = any(layer.weight.requires_grad for layer in layers)
             module.register_parameter(name, nn.Parameter(weight, requires_grad=trained))
         return module.train(self.training)
-
-
-def _under_autocast(x: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
 
 
 def _linear_over(weight: Tensor) -> nn.Linear:

@@ -36,6 +36,7 @@ from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.holder import refuse_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import is_active
+from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Scaled, Weight
 
@@ -179,8 +180,7 @@ class LoRALinearGroup:
 
     def _key(self, index: int, x: Tensor) -> _Key:
         """Everything that a shared result depends on besides x itself. Equal values come with equally many objects."""
-        kind = x.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        autocast = autocast_dtype(x.device.type)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         own_hooks = None if hooks is None else weakref.ref(hooks[0])  # a checkpoint has its own
         training = self.members[index].training

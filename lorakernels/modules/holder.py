@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that somebody else holds: a sharded base (lorakernels.parallel) lends a layer its weight while it runs.
+"""What lorakernels.parallel has made of a layer, as far as other packages have to know it.
 
-Outside of its layer's forward and backward, the memory of such a weight has other bytes. Who reads it first calls
-`bring`; what would write or move it is refused.
+A sharded base lends a layer its weight while it runs. Outside of its layer's forward and backward, the memory of such a
+weight has other bytes. Who reads it first calls `bring`; what would write or move it is refused.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _HOLDER = "weight_holder"  # plain attribute of the linear
 _LOADED = "loaded_part"  # likewise
+# likewise, of each module with parameters whose model's rows are over ranks (lorakernels.parallel.context)
+ROWS_OVER_RANKS = "rows_over_ranks"
 
 
 class Holder(Protocol):
@@ -85,3 +87,13 @@ def refuse_split(path: str, linear: Any, what: str) -> None:
     """ValueError if `linear` is a rank's part, with which `what` is not there yet."""
     if is_split(linear):
         raise ValueError(f"{path} is split over tensor-parallel ranks: {what} is not there yet")
+
+
+def refuse_rows_over_ranks(model: nn.Module, what: str) -> None:
+    """ValueError if the rows of `model` are over ranks, which know its layers as they were: `what` comes before."""
+    for path, module in model.named_modules():
+        if ROWS_OVER_RANKS in vars(module):
+            raise ValueError(
+                f"{path or type(module).__name__}: the model's rows are over ranks since context_parallel, so it is "
+                f"too late to {what}: call ContextParallel.close, do it, and call context_parallel again"
+            )

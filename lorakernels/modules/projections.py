@@ -95,14 +95,17 @@ def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
 def share_state(layers: Mapping[str, FrozenFP8Linear]) -> None:
     """Replace the FP8States of layers that were made one by one with one state for all. Histories are kept.
 
-    Nothing happens if the states differ in recipe, device, `in_charge` or `check_nan`, or if addresses are pinned.
+    Nothing happens if the states differ in recipe, device, `in_charge`, `check_nan` or the ranks that share them, or if
+    addresses are pinned.
     """
     states = {id(m.fp8_state): m.fp8_state for m in layers.values()}
     found = [state for state in states.values() if state is not None]
-    alike = {(s.recipe, s.device, s.in_charge, s.pinned_by, s.check_nan) for s in found}
+    alike = {
+        (s.recipe, s.device, s.in_charge, s.pinned_by, s.check_nan, s.shared_over) for s in found
+    }
     if len(found) < 2 or len(alike) > 1 or found[0].pinned_by:
         return
     new = FP8State(list(layers), found[0].recipe, found[0].device, check_nan=found[0].check_nan)
-    new.in_charge = found[0].in_charge
+    new.in_charge, new.shared_over = found[0].in_charge, found[0].shared_over
     for name, layer in layers.items():
         layer.move_state(new, name)

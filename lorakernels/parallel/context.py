@@ -18,22 +18,26 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
+from lorakernels.modules.holder import ROWS_OVER_RANKS
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.context_check import OF_MODULE, fingerprint, objection
 from lorakernels.parallel.context_rows import FirstRows, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
+from lorakernels.parallel.known_tokens import refuse_unknown, vocabulary_of
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
-from lorakernels.parallel.tensor_check import check_equal, checksum, generators, scales
+from lorakernels.parallel.tensor_check import check_equal
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.fp8 import FP8State
 
 ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
 _OF_MODEL = "context_parallel"
-_OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
 # what transformers' models take, and dimension 1 is a row's tokens
 _CUT = ("input_ids", "inputs_embeds", "position_ids")
 _WHOLE = ("cu_seq_lens_q", "max_length_q")
@@ -176,9 +180,12 @@ class ContextParallel:
         It reads the device, so call it now and then.
 
         Raises:
-            ValueError: trained parameters, scales and histories of FP8 or generators differ. It names the first.
+            ValueError: trained parameters, scales and histories of FP8 or generators differ, or a module has come
+                whose masks cannot be drawn over ranks, such as of an adapter of PEFT's own. It names the first.
         """
-        check_equal(comm.agree(self.ranks.group, _fingerprint(self.model)))
+        with comm.together(self.ranks.group):
+            _refuse_masks(self.model, self.ranks.group)
+        check_equal(comm.agree(self.ranks.group, fingerprint(self.model)))
 
     def together(self) -> AbstractContextManager[None]:
         """Collective at its end: what one rank raises inside is raised on all. For `GraphOptions.together`."""
@@ -213,6 +220,7 @@ class ContextParallel:
         how += repr(items) if isinstance(items, Real) else type(items).__name__
         try:
             given = self._given(labels, items, inputs)
+            refuse_unknown(self.model, inputs.get("input_ids"), labels)
             form = (*labels.shape, "cu_seq_lens_q" in given.inputs, self.looks_at(given.inputs))
             form += (zlib.crc32(how.encode()),)
         except Exception as found:  # any: the other ranks wait below
@@ -295,7 +303,8 @@ class ContextParallel:
         why = _refused(rows, inputs)
         if self.looks_at(inputs):
             places = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
-            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why)
+            known = 0 if rows.is_floating_point() else vocabulary_of(self.model)
+            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why, known)
         elif why:
             raise ValueError(why)
 
@@ -324,11 +333,14 @@ class ContextParallel:
             context = contexts.setdefault(
                 wanted, ContextAttention(self.ranks, wanted, first_rows.of)
             )
-            self._put(module, _OF_MODULE, context)
+            self._put(module, OF_MODULE, context)
             if parts is not None:
                 self._put(parts, "context", context)
+        for module in (m for m in model.modules() if m._parameters):
+            self._put(module, ROWS_OVER_RANKS, True)
         config = model.config.get_text_config()
         self._put(config, "_attn_implementation", ATTENTION)
+        share_state(frozen_layers(model))  # `attach` would else put another state in their place
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
             self._put(state, "shared_over", (*state.shared_over, self.ranks.group))
@@ -419,39 +431,19 @@ def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Mo
             )
         layers = decoder_layers(model)
         for path, layer in layers.items():
-            if why := _objection(layer):
+            if why := objection(layer):
                 raise ValueError(f"{path} {why}")
-        for name, module in model.named_modules():
-            if why := _cannot_draw(module, ranks.group):
-                raise ValueError(f"{name} {why}")
-        mine = _fingerprint(model)
+        _refuse_masks(model, ranks.group)
+        mine = fingerprint(model)
     check_equal(comm.agree(ranks.group, mine))
     return layers
 
 
-def _fingerprint(model: nn.Module) -> dict[str, Any]:
-    trained = {
-        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
-    }
-    return trained | scales(model) | generators(model, next(model.parameters()).device)
-
-
-def _objection(layer: nn.Module) -> str:
-    """Why a decoder layer's attention cannot run over ranks; "" if it can."""
-    spec = spec_of(layer)
-    if spec.window_of(layer) is not None:
-        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
-    if spec.cap_of(layer) is not None:
-        return "has capped scores, which attention over ranks does not have"
-    if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        if parts.context is not None:
-            return "runs over ranks already"
-        if parts.attention not in ("auto", "flash", "efficient", "math"):
-            return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
-    elif _OF_MODULE in vars(layer.get_submodule(spec.attention)):
-        return "runs over ranks already"
-    return ""
+def _refuse_masks(model: nn.Module, group: Any) -> None:
+    """ValueError, which names it, for a module whose masks cannot be drawn over the ranks of `group`."""
+    for name, module in model.named_modules():
+        if why := _cannot_draw(module, group):
+            raise ValueError(f"{name} {why}")
 
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:
@@ -485,7 +477,7 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: out [B, T, H, D]. It has no mask for this name, and makes none."""
-    context: ContextAttention = vars(module)[_OF_MODULE]
+    context: ContextAttention = vars(module)[OF_MODULE]
     if attention_mask is not None or kwargs.get("dropout"):
         raise ValueError("attention over ranks has no attention_mask and no dropout")
     longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size

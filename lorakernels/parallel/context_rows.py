@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks
+from lorakernels.parallel.known_tokens import unknown
 from lorakernels.parallel.tensor_layers import OWN_ROWS, ColumnPart
 from lorakernels.parallel.tensor_ranks import Ranks
 
@@ -48,10 +49,11 @@ def check_places(
     starts: Tensor | None,
     longest: int | None,
     refused: str = "",
+    vocabulary: int = 0,
 ) -> None:
     """Collective: refuse packed documents whose starts are not said. The host waits for the device.
 
-    One all-reduce of twelve numbers says whether all ranks may go on, whatever the shapes on each.
+    One all-reduce of thirteen numbers says whether all ranks may go on, whatever the shapes on each.
 
     Args:
         ranks: who share the rows.
@@ -60,24 +62,28 @@ def check_places(
         starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
         longest: tokens that no document may have more of; None stands for B S.
         refused: what this rank has found wrong already; "" if nothing.
+        vocabulary: how many tokens the model knows, if `rows` are tokens; 0 if they are not.
 
     Raises:
         ValueError: on all ranks, if on any: `refused`, or a shape or dtype does not fit, or ranks' rows have other
-            shapes, or only some have `starts`. Else positions jump within a row without `starts`, or `starts` do not
-            reach from the first token to the last, or a document is longer than `longest`.
+            shapes, or only some have `starts`, or a token is not of the vocabulary. Else positions jump within a row
+            without `starts`, or `starts` do not reach from the first token to the last, or a document is longer than
+            `longest`.
     """
     refused = refused or _misfit(rows, positions, starts, longest)
     batch, own, packed = (0, 0, False) if refused else (*rows.shape[:2], starts is not None)
     total = batch * own * ranks.size
-    found = torch.zeros(12, dtype=torch.int64, device=rows.device)
+    found = torch.zeros(13, dtype=torch.int64, device=rows.device)
     found[0] = bool(refused)
     if not refused:
         assert positions is not None
         shape = torch.tensor((batch, own, packed))
         found[1:7] = torch.cat((shape, -shape))
-        found[7:] = _unfit(ranks, rows, positions, starts, longest or total)
+        found[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
+        if vocabulary:
+            found[12] = unknown(rows, vocabulary)
     comm.maximum(ranks.group, found)
-    on_any, *shapes, offsets, negated, jumped, over, broken = found.tolist()
+    on_any, *shapes, offsets, negated, jumped, over, broken, outside = found.tolist()
     if on_any:
         with comm.together(ranks.group):
             if refused:
@@ -89,6 +95,8 @@ def check_places(
             f"{[batch, own]} {'with' if packed else 'without'} cu_seq_lens_q on rank {ranks.rank}, and ranks with "
             f"{least[:2]} to {most[:2]}"
         )
+    if outside:
+        raise ValueError(f"input_ids must be in [0, {vocabulary}) on all ranks, found others")
     if broken:
         ends = "None" if starts is None else f"{int(starts[0])} to {int(starts[-1])}"
         raise ValueError(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import is_loaded_part

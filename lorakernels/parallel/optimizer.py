@@ -66,7 +66,8 @@ class ShardedAdamW(torch.optim.AdamW):
     A parameter must have a gradient on all ranks or on none. One without is left alone, as AdamW does. The first step
     compares the ranks; later ones do not, because that would make the host wait. So it is with `average`,
     `max_grad_norm`, and AdamW's keywords of each group: the constructor, `add_param_group` and the first step after
-    them compare these. What a scheduler does to them afterwards, it must do on all ranks.
+    them compare these. What a scheduler does to them afterwards, it must do on all ranks. After `pipeline_parallel` the
+    very first step compares `average` and `max_grad_norm` of all stages.
 
     fp16's GradScaler is not supported: it judges each rank's gradients alone.
     """
@@ -94,7 +95,7 @@ class ShardedAdamW(torch.optim.AdamW):
         self._wholes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._own: torch.optim.AdamW | None = None
         self._stages: Any = None  # the group of ranks with the other stages of the model
-        self._compared = False
+        self._compared = self._compared_stages = False
         with comm.together(self._group):  # torch refuses a rank's list without parameters
             if max_grad_norm is not None and not max_grad_norm > 0:
                 raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
@@ -212,7 +213,10 @@ class ShardedAdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._compare()
+        if not self._compared_stages:
+            self._compare_stages()
+        elif not self._compared:
+            self._compare()
         buckets = [b for b in self._buckets if any(p.grad is not None for p in b.params)]
         for bucket in buckets:
             bucket.reduce(self._group, self._factor)
@@ -247,10 +251,18 @@ class ShardedAdamW(torch.optim.AdamW):
         for bucket in buckets:
             bucket.grad.mul_(factor.to(bucket.grad.device))
 
+    def _compare_stages(self) -> None:
+        """Collective, in the very first step: `_compare`, and whether all stages clip, and by one norm.
+
+        Groups of parameters are each stage's own.
+        """
+        with comm.together(self._stages):
+            self._compare()
+        _check_numbers(comm.agree(self._stages, self._numbers([])), " of the pipeline")
+        self._compared_stages = True
+
     def _compare(self) -> None:
         """Collective, in the first step: whether ranks have the same numbers, and gradients of the same parameters."""
-        if self._compared:
-            return
         params = list(self._params())
         mine = [p.grad is not None for p in params], self._numbers(self.param_groups)
         every, numbers = zip(*comm.agree(self._group, mine), strict=True)
@@ -375,14 +387,14 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _check_numbers(found: Sequence[dict[str, Any]]) -> None:
-    """ValueError, which names the first difference, unless all ranks have the same numbers."""
+def _check_numbers(found: Sequence[dict[str, Any]], whose: str = "") -> None:
+    """ValueError, which names the first difference, unless all ranks have the same numbers. `whose` ranks they are."""
     for rank, other in enumerate(found):
         for name, value in other.items():
             if value != found[0][name]:
                 raise ValueError(
-                    f"{name} must be the same on all ranks, found {found[0][name]!r} on rank 0 and {value!r} on rank "
-                    f"{rank}"
+                    f"{name} must be the same on all ranks{whose}, found {found[0][name]!r} on rank 0 and {value!r} on "
+                    f"rank {rank}"
                 )
 
 

@@ -20,6 +20,7 @@ from lorakernels.autograd.linear_cross_entropy import CHUNK
 from lorakernels.parallel import comm, pipeline_cut
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
+from lorakernels.parallel.known_tokens import refuse_unknown
 from lorakernels.parallel.pipeline_check import (
     Asked,
     check,
@@ -254,6 +255,7 @@ class PipelineParallel:
 
         def check() -> None:
             check_inputs(asked, self.microbatches, context is not None)
+            refuse_unknown(self.model, inputs["input_ids"], labels)
             self._refuse()
 
         if context is not None:

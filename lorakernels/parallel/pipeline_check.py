@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, is_split

@@ -297,8 +297,8 @@ def parallelize(
         RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
             ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
-            fused with offloaded activations or FP8 attention, or a parameter outside of the split layers trains. All
-            ranks raise, and nothing is changed.
+            fused with offloaded activations or FP8 attention, a parameter outside of the split layers trains, or
+            `context_parallel` has seen the model. All ranks raise, and nothing is changed.
         torch.OutOfMemoryError: this rank's GPU is full, and so the model is lost. The others raise a ValueError.
     """
     if mesh.ndim != 1:

@@ -12,14 +12,15 @@ from torch import nn
 
 from lorakernels.autograd.attention import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer, Parts
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_held, is_loaded_part
+from lorakernels.modules.holder import is_held, is_loaded_part, refuse_rows_over_ranks
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.mergeable import MergeableLinear
-from lorakernels.modules.trained_parts import keeps_weight
+from lorakernels.modules.trained_parts import keeps_weight, kept_parameters
 from lorakernels.parallel.tensor_layers import why_not_blocks
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_split import LoadedParts, Waiting
@@ -147,8 +148,9 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
     Raises:
         TypeError: a linear's class is not known.
         ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
-            parameter that trains outside of the split linears.
+            parameter that trains outside of the split linears, or rows that are over ranks already.
     """
+    refuse_rows_over_ranks(model, "parallelize")
     check_sizes(model, found, ranks.size)
     for path in found.cuts:
         for objection in _objections(model.get_submodule(path)):
@@ -238,8 +240,8 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
 
     Raises:
         ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
-            than nn.Embedding and nn.Linear, for hooks on them, a norm of the embedding's rows, or a vocabulary that the
-            ranks do not divide.
+            than nn.Embedding and nn.Linear, for hooks on them, for one that was to train, a norm of the
+            embedding's rows, or a vocabulary that the ranks do not divide.
     """
     if found.spec is None:
         raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
@@ -253,6 +255,11 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
         if type(module) is not kind:
             raise ValueError(
                 f"vocabulary=True takes a plain {kind.__name__}, found {type(module).__name__}"
+            )
+        if kept_parameters(module):
+            raise ValueError(
+                f"vocabulary=True replaces the {kind.__name__}, which keeps what it had before training, as one of "
+                "modules_to_save or with a bias: call merge_and_unload first"
             )
         if module._forward_hooks or module._forward_pre_hooks:
             raise ValueError(

@@ -32,7 +32,7 @@ from lorakernels.autograd.linear_rows import (
 )
 from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.device import capability_of
-from lorakernels.fusion.layer import Parts
+from lorakernels.fusion.parts import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.ops.quantize_grad import drawn_bits, hands_mask_over
 from lorakernels.parallel import comm

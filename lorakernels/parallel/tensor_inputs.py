@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.parallel import comm
+from lorakernels.parallel.known_tokens import refuse_unknown
 from lorakernels.parallel.tensor_ranks import Ranks
 
 _ROWS = ("input_ids", "inputs_embeds")
@@ -30,8 +31,8 @@ def check_inputs(
 
     Raises:
         TypeError: there are no rows, or `items` is no number.
-        ValueError: `labels` do not fit the rows, or ranks' arguments have other shapes or dtypes, or only some ranks
-            train or have gradients on. Where one rank raises, all do.
+        ValueError: `labels` do not fit the rows, tokens on a CPU are not of the vocabulary, or ranks' arguments have
+            other shapes or dtypes, or only some ranks train or have gradients on. Where one rank raises, all do.
     """
     group = comm.on_host(ranks.group, next(model.parameters()).device)
     error: Exception | None = None
@@ -65,6 +66,7 @@ def _form(model: nn.Module, labels: Any, items: Any, inputs: Mapping[str, Any]) 
         )
     if not isinstance(items, Real | Tensor | None):
         raise TypeError(f"items must be a number, found {items!r}")
+    refuse_unknown(model, inputs.get("input_ids"))
     how = f"training {model.training}, gradients {torch.is_grad_enabled()}"
     given = [f"{name} {_shown(value)}" for name, value in sorted(inputs.items())]
     return "; ".join([how, f"items {_shown(items)}", *given])

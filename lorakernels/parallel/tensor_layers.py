@@ -20,6 +20,7 @@ from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.trained_parts import change_originals
+from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.parallel.tensor_nodes import ColumnNode, PartCall, RowNode
 from lorakernels.parallel.tensor_ranks import Ranks, SharedScales, shared
@@ -69,9 +70,7 @@ class Part:
         self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
     ) -> Tensor:
         layer: Any = self
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+        x = under_autocast(x)
         if x.dtype == torch.float16:
             raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
         shape = self._y_shape(x)

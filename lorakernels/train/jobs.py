@@ -32,6 +32,7 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
 from lorakernels.train.ranks import Ranks
 from lorakernels.train.written import ADAPTER, WRITTEN
+from lorakernels.train.yaml_text import load_yaml
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,11 @@ def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
     path = options.jobs
     yaml = require("yaml")
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        loaded, node = yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
+        loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise OptionError(f"jobs: the file {path} cannot be read: {error}") from error
     if not isinstance(loaded, dict) or not loaded:
         raise OptionError(f"jobs: {path} must map a name to each job, found {loaded!r}")
-    names = [key.value for key, _ in node.value]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise OptionError(f"jobs: {path}: {twice[0]!r} names {names.count(twice[0])} jobs")
     return [_job(path, str(name), entries, options) for name, entries in loaded.items()]
 
 

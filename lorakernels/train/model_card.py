@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
+import lorakernels
 from lorakernels.train.options import FinetuneOptions
 
 TEXT = """\
@@ -65,12 +67,14 @@ def model_card(
     base: Path, options: FinetuneOptions, trained_on: str, state: str, sizes: Mapping[str, int]
 ) -> bytes:
     """The card. `trained_on` describes the data, `state` steps and losses, and `sizes` are more settings by name."""
+    import transformers
+
     values = {name: getattr(options, name) for name in SETTINGS} | dict(sizes)
     shown = {
         name: ", ".join(value) if isinstance(value, list) else value
         for name, value in values.items()
     }
-    packages = ("lorakernels", "torch", "transformers")
+    packages = (lorakernels, torch, transformers)
     text = TEXT.format(
         quoted=_quoted(str(base)),
         tag=_quoted(f"base_model:adapter:{base}"),
@@ -79,7 +83,7 @@ def model_card(
         held=FP8 if options.fp8 else PLAIN,
         data=trained_on,
         settings="\n".join(f"- {name}: {value}" for name, value in shown.items()),
-        versions="\n".join(f"- {name}: {version(name)}" for name in packages),
+        versions="\n".join(f"- {each.__name__}: {each.__version__}" for each in packages),
     )
     return text.encode(errors="replace")  # a path may hold bytes that are not UTF-8
 

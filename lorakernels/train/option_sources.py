@@ -16,6 +16,7 @@ from typing import Any
 from lorakernels.train.errors import OptionError, require
 from lorakernels.train.names import near
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.yaml_text import load_yaml
 
 Kind = tuple[type, bool, bool]
 
@@ -70,7 +71,7 @@ def read_yaml(path: str) -> dict[str, Any]:
     """
     yaml = require("yaml")
     try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        loaded = load_yaml(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"cannot read the config file {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -93,6 +94,8 @@ def read_yaml(path: str) -> dict[str, Any]:
                 else f"known: {', '.join(sorted(known))}"
             )
             raise OptionError(f"{path}: unknown option {key!r}; {hint}")
+        if name in values:
+            raise OptionError(f"{path}: {name} is given twice, once with a dash: leave one out")
         values[name] = _typed(name, value, known[name], path)
     return values
 

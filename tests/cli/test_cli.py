@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+import torch
 
-from lorakernels.cli import bench
+import lorakernels
+from lorakernels.cli import bench, doctor
 from lorakernels.cli.__main__ import COMMANDS, main
+from lorakernels.train.options import FinetuneOptions
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -48,6 +53,25 @@ def test_the_package_runs_as_a_module(module: str) -> None:
         [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=True
     )
     assert found.stdout.startswith("lorakernels ")
+
+
+def test_versions_of_a_checkout_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PYTHONPATH alone brings no metadata of the package. A run would have ended at its adapter's card."""
+    from lorakernels.train.model_card import model_card
+
+    def none_found(name: str) -> NoReturn:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", none_found)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["--version"])
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out == f"lorakernels {lorakernels.__version__}\n"
+    assert doctor.collect()["packages"]["lorakernels"] == lorakernels.__version__
+    card = model_card(Path("base"), FinetuneOptions(), "", "", {}).decode()
+    assert f"- lorakernels: {lorakernels.__version__}\n- torch: {torch.__version__}\n" in card
 
 
 def test_bench_runs_one_by_name_and_passes_its_arguments_on(

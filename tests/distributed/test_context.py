@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels import fuse
+from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach, fuse, unfuse
 from lorakernels.parallel import context_parallel, parallelize
 from tests.distributed.context_models import DOCUMENTS, Way, batch, make, positions, worker
 from tests.fusion.fused_models import FP32, adapted, an_adapter, fp8_state, model_of
@@ -277,6 +278,106 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert text in found[name], (name, found[name])
+
+
+def shape_of(model: nn.Module) -> list[Any]:
+    """What a change of layers or adapters would change."""
+    own = [(n, type(m), [*m._parameters], len(vars(m))) for n, m in model.named_modules()]
+    return [own, [(n, p.requires_grad) for n, p in model.named_parameters()]]
+
+
+def too_late(rank: int, device: torch.device) -> dict[str, Any]:
+    """What is said of changes to layers once rows are over ranks, whether nothing changed, and after `close`."""
+    from peft import LoraConfig, get_peft_model
+
+    from lorakernels.integrations import peft as ours
+
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"], {}
+    plain, part = model_of("Llama"), model_of("Llama")
+    adapters = LoRAConfig(target_modules=["q_proj"], fp8=None)
+    unfused, fused, whole = (make(PLAIN, device) for _ in range(3))
+    fuse(fused)
+    first, on_others = (
+        ours.register(LoraConfig(target_modules=[name]), fp8=None) for name in ("q_proj", "v_proj")
+    )
+    theirs, others = (get_peft_model(model_of("Llama"), copy.deepcopy(first)) for _ in range(2))
+    calls: dict[str, tuple[nn.Module, Callable[[], Any]]] = {
+        "add adapters": (plain, lambda: apply_lora(plain, adapters)),
+        "add adapters to a part": (part, lambda: apply_lora(part.model.layers[0], adapters)),
+        "add adapters by PEFT": (theirs, lambda: theirs.add_adapter("b", first)),
+        "add adapters to other layers by PEFT": (others, lambda: others.add_adapter("b", on_others)),
+        "fuse": (unfused, lambda: fuse(unfused)),
+        "unfuse": (fused, lambda: unfuse(fused)),
+        "parallelize": (whole, lambda: parallelize(whole, mesh)),
+    }  # fmt: skip
+    for name, (model, call) in calls.items():
+        base = model.get_base_model() if model in (theirs, others) else model
+        context = context_parallel(base, mesh)
+        before = shape_of(model)
+        said = refused(call)
+        same = shape_of(model) == before
+        context.close()
+        found[name] = said, same, refused(call)
+    return found
+
+
+def test_what_changes_layers_comes_before_rows_are_over_ranks() -> None:
+    """New adapters would draw equal masks on all ranks, and fused layers would attend to this rank's tokens alone."""
+    pytest.importorskip("peft")
+    for found in on_ranks(too_late, 2, "gloo"):
+        for name, (said, same, closed) in found.items():
+            verb = " ".join(name.split()[: 2 if "add" in name else 1])
+            assert f"over ranks since context_parallel, so it is too late to {verb}: call" in said
+            assert same and closed == "nothing", (name, closed)
+
+
+def a_mask_of_pefts(rank: int, device: torch.device) -> list[str]:
+    """What `check` says before and after an adapter of PEFT's own layers, which ask nobody, is added on a rank."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(model_of("Llama"), LoraConfig(target_modules=["q_proj"]))
+    context = context_parallel(model.get_base_model(), init_device_mesh("cpu", (2,)))
+    found = [refused(context.check)]
+    if rank:
+        model.add_adapter("b", LoraConfig(target_modules=["q_proj"], lora_dropout=0.1))
+    return [*found, refused(context.check)]
+
+
+def test_check_finds_masks_that_came_later() -> None:
+    pytest.importorskip("peft")
+    for rank, (before, after) in enumerate(on_ranks(a_mask_of_pefts, 2, "gloo")):
+        said = "model.layers.0.self_attn.q_proj.lora_dropout.b is Dropout(p=0.1"
+        assert before == "nothing"
+        assert after.startswith("ValueError: " + ("" if rank else "rank 1: ") + said)
+
+
+def states_of_peft(rank: int, device: torch.device) -> list[Any]:
+    """How many groups share each FP8 state of PEFT's layers, which made one each: first, after `attach`, and closed."""
+    from peft import LoraConfig, get_peft_model
+
+    from lorakernels.integrations import peft as ours
+
+    torch.manual_seed(0)
+    config = ours.register(LoraConfig(target_modules=["q_proj", "o_proj"]), fp8=DelayedScaling())
+    model = get_peft_model(model_of("Llama"), config)
+    context = context_parallel(model.get_base_model(), init_device_mesh("cpu", (2,)))
+
+    def shared() -> list[int]:
+        states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+        return [len(state.shared_over) for state in states.values()]
+
+    found = [shared()]
+    attached = attach(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    found.append(shared())
+    attached.detach()
+    context.close()
+    return [*found, shared()]
+
+
+def test_attach_keeps_the_ranks_that_share_scales() -> None:
+    pytest.importorskip("peft")
+    assert on_ranks(states_of_peft, 2, "gloo") == [[[1], [1], [0]]] * 2
 
 
 def uneven(rank: int, device: torch.device) -> list[Any]:

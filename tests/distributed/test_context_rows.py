@@ -111,6 +111,8 @@ def on_one_rank(
         "fewer rows": (rows[:1], {"position_ids": own[:1]}),
         "fewer tokens": (rows[:, :4], {"position_ids": own[:, :4]}),
         "starts on one": (rows, {"cu_seq_lens_q": starts, "position_ids": own}),
+        "unknown token": (rows.clone().fill_(64), {"position_ids": own}),
+        "negative token": (rows.clone().fill_(-1), {"position_ids": own}),
         "rows in turn": (rows, {"position_ids": context.shard(turned)}),
     }
     for name, (tokens, inputs) in wrong.items():
@@ -138,6 +140,9 @@ def wrong_losses(
         "fewer tokens for loss": {"labels": labels[:, :8], "input_ids": tokens[:, :8]},
         "loss with starts": {"cu_seq_lens_q": starts, "position_ids": positions()},
         "loss with positions": {"position_ids": torch.arange(LENGTH)[None]},
+        "token of loss": {"input_ids": tokens.clone().index_fill_(1, torch.tensor(5), 64)},
+        "label of loss": {"labels": labels.clone().index_fill_(1, torch.tensor(5), 64)},
+        "negative label": {"labels": labels.clone().index_fill_(1, torch.tensor(5), -7)},
     }
     for name, change in wrong.items():
         given = right | change if rank else right
@@ -224,6 +229,8 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "fewer rows": "ranks with [1, 8] to [2, 8]",
         "fewer tokens": "ranks with [2, 4] to [2, 8]",
         "starts on one": "cu_seq_lens_q on all or on none",
+        "unknown token": "input_ids must be in [0, 64) on all ranks, found others",
+        "negative token": "input_ids must be in [0, 64) on all ranks, found others",
         "rows in turn": jump,
         "short labels": "labels must be int64 [2, 16] as the rows, found torch.int64 [2, 15]",
         "labels of fp32": "labels must be int64 [2, 16] as the rows, found torch.float32 [2, 16]",
@@ -237,6 +244,9 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "fewer tokens for loss": "found by rank [[2, 16, 'neither'], [2, 8, 'neither']]",
         "loss with starts": "found by rank [[2, 16, 'neither'], [2, 16, 'cu_seq_lens_q']]",
         "loss with positions": "found by rank [[2, 16, 'neither'], [2, 16, 'position_ids']]",
+        "token of loss": "input_ids must be in [0, 64), found ",
+        "label of loss": "labels must be -100 or in [0, 64), found ",
+        "negative label": "labels must be -100 or in [0, 64), found -7 to ",
         "right again": "nothing",
         "unlooked": "nothing",
     }
@@ -244,6 +254,28 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         assert found.keys() == expected.keys()
         for name, text in expected.items():
             assert text in found[name], (name, found[name])
+
+
+def unknown_tokens(rank: int, device: torch.device) -> list[str]:
+    """What is said of packed rows with a token that rank 0 alone would look up, and then of right ones."""
+    context = context_parallel(make(Way(""), device), init_device_mesh(device.type, (2,)))
+    tokens, labels = batch(0, device)
+    starts = torch.tensor(DOCUMENTS, dtype=torch.int32, device=device)
+    given = {"cu_seq_lens_q": starts, "position_ids": positions().to(device), "max_length_q": 12}
+    found = []
+    for token in (64, -1, 0):
+        rows = tokens.clone()
+        rows[0, 0] = token
+        found.append(said(lambda rows=rows: context.loss(labels, input_ids=rows, **given)))  # type: ignore[misc]
+    return found
+
+
+@pytest.mark.gpu
+def test_an_unknown_token_is_refused_on_all_ranks_before_a_device_asserts() -> None:
+    """The host waits for the device there in any case, to know where documents begin."""
+    refused = "input_ids must be in [0, 64) on all ranks, found others"
+    for found in on_ranks(unknown_tokens, 2, "cuda:gloo"):
+        assert found == [refused, refused, "nothing"]
 
 
 def copied(rank: int, device: torch.device, fused: bool) -> list[bool]:

@@ -80,6 +80,53 @@ def sharded(rank: int, device: torch.device) -> list[Any]:
     return found
 
 
+def a_saved_head(rank: int, device: torch.device) -> dict[str, Any]:
+    """What is said where FSDP2 has a head of modules_to_save, and how far logits are where it is gathered, or not."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, x = init_device_mesh(device.type, (WORLD,)), tokens(device=device)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = adapted("Llama", LINEARS, modules_to_save=["lm_head"], device=device)
+        with torch.no_grad():
+            model.lm_head.weight += 0.5
+        return model
+
+    def logits(model: nn.Module) -> Tensor:
+        found: Tensor = model(x, use_cache=False).logits
+        return found.detach()
+
+    def both(model: nn.Module) -> list[Tensor]:
+        """Before training, also after a backward inside, and as trained again."""
+        with disable_lora(model):
+            found = [logits(model)]
+            model(x, use_cache=False).logits.sum().backward()
+            found.append(logits(model))
+        return [*found, logits(model)]
+
+    expected, found = both(made()), dict[str, Any]()
+    for name in ("sharded", "gathered", "ignored"):
+        model = made()
+        ignored = {p for p in model.parameters() if name == "ignored" and p is model.lm_head.weight}
+        fully_shard(model, mesh=mesh, ignored_params=ignored, reshard_after_forward=False)
+        if name == "gathered":
+            logits(model)
+        try:
+            found[name] = [*map(difference, both(model), expected)]
+        except RuntimeError as error:
+            found[name] = str(error), an_adapter(model).disable_adapters
+    return found
+
+
+@pytest.mark.slow
+def test_a_head_of_modules_to_save_that_fsdp_shards_is_refused_and_others_shown() -> None:
+    for found in on_ranks(a_saved_head, WORLD, "gloo"):
+        said, disabled = found.pop("sharded")
+        assert "modules_to_save that FSDP2 shards cannot show" in said and disabled is False
+        assert found == dict.fromkeys(("gathered", "ignored"), [0.0] * 3)
+
+
 @pytest.mark.slow
 def test_biases_that_fsdp_shards_are_refused_and_others_shown() -> None:
     for disabled, *differences in on_ranks(sharded, WORLD, "gloo"):

@@ -32,6 +32,7 @@ SAID = {
     "shorter rows": FORM,
     "a mask": FORM,
     "items": FORM,
+    "an unknown label": "labels must be -100 or in [0, 64), found ",
     "labels of int32": "labels must be int64 on cpu as the rows, found int32 [4, 12]",
     "evaluation": FORM,
     "another dtype": FORM,
@@ -65,6 +66,7 @@ def steps(rank: int, device: torch.device) -> dict[str, Any]:
         "shorter rows": {"labels": labels[:, :10], "input_ids": tokens[:, :10]},
         "a mask": {"attention_mask": torch.ones_like(tokens)},
         "items": {"items": 3},
+        "an unknown label": {"labels": labels.clone().index_fill_(1, torch.tensor(3), -1)},
         "labels of int32": {"labels": labels.int()},
         "evaluation": {},
         "another dtype": {},
@@ -88,10 +90,18 @@ def steps(rank: int, device: torch.device) -> dict[str, Any]:
         (cut.loss if rank else cut.forward_backward)(**right)
     except ValueError as error:
         found["no backward"] = str(error)
-    try:  # the loss would raise on the last rank alone
-        cut.forward_backward(**(right | {"labels": labels.int()}))
-    except ValueError as error:
-        found["int32 everywhere"] = str(error)
+    everywhere: dict[
+        str, dict[str, Any]
+    ] = {  # one rank alone has the embedding, the head or the loss, which would raise
+        "int32 everywhere": wrong["labels of int32"],
+        "label everywhere": wrong["an unknown label"],
+        "token everywhere": {"input_ids": tokens.clone().index_fill_(1, torch.tensor(3), 64)},
+    }
+    for name, change in everywhere.items():
+        try:
+            cut.forward_backward(**(right | change))
+        except ValueError as error:
+            found[name] = str(error)
     found["last"] = bool(cut.forward_backward(**right) == expected)
     cut.checks_inputs = False
     with patch.object(comm, "alike") as asked:
@@ -104,8 +114,14 @@ def test_a_step_that_one_rank_cannot_run_is_refused_on_all() -> None:
     for rank, found in enumerate(on_ranks(steps, 2, "gloo")):
         for name, said in {**SAID, "no backward": FORM}.items():
             ahead = "" if rank or said == FORM else "rank 1: "
-            assert found["int32 everywhere"].startswith(SAID["labels of int32"])
             assert found[name].startswith(ahead + said), (rank, name, found[name])
+        assert found["int32 everywhere"].startswith(SAID["labels of int32"])
+        for name, said, owner in (
+            ("label everywhere", SAID["an unknown label"], 1),
+            ("token everywhere", "input_ids must be in [0, 64), found ", 0),
+        ):
+            assert found[name].startswith("" if rank == owner else f"rank {owner}: "), name
+            assert said in found[name], (rank, name, found[name])
         for name in ("first", "next", "last", "unchecked"):
             assert found[name] is True, (rank, name)
 

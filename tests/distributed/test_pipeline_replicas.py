@@ -59,6 +59,34 @@ def test_replicas_of_stages_are_clipped_by_the_norm_of_all_stages_and_their_adap
         assert max(found) < 1e-4
 
 
+def norms_of_some_stages(rank: int, device: torch.device) -> list[str]:
+    """What is said where one stage alone clips; "" once all are alike."""
+    mesh = init_device_mesh(device.type, (1, 2), mesh_dim_names=("dp", "pp"))
+    model, found = make(HALF, device), []
+    pipeline = pipeline_parallel(model, mesh["pp"], microbatches=HALF.microbatches)
+    own = [p for p in model.parameters() if p.requires_grad]
+    optimizer = ShardedAdamW(own, mesh["dp"], max_grad_norm=NORM if rank else None)
+    labels, inputs = batch(0, HALF, device)
+    pipeline.forward_backward(labels, **inputs)
+    for norm in (optimizer.max_grad_norm, NORM * (1 + rank), NORM):
+        optimizer.max_grad_norm = norm
+        before = [p.detach().clone() for p in own]
+        try:
+            optimizer.step()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+            assert all(map(torch.equal, before, own)), "nothing is changed"
+    return found
+
+
+@pytest.mark.slow
+def test_stages_that_do_not_clip_alike_are_refused_on_all_ranks() -> None:
+    said = "max_grad_norm must be the same on all ranks of the pipeline, found {} on rank 0 and {} on rank 1"
+    expected = [said.format(None, NORM), said.format(NORM, 2 * NORM), ""]
+    assert on_ranks(norms_of_some_stages, 2, "gloo") == [expected] * 2
+
+
 def freed(rank: int, device: torch.device) -> list[bool]:
     """Whether a model in stages is gone, with its parameters, once nobody refers to it."""
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))

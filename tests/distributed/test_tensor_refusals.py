@@ -35,7 +35,7 @@ from lorakernels.parallel import (
 )
 from tests.distributed.refused_models import CPU, OTHER_SCALES, REFUSED, WHOLE
 from tests.distributed.tensor_models import Way, batch, loss_of, make
-from tests.fusion.fused_models import VOCABULARY
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,12 @@ def vocabularies(mesh: Any) -> dict[str, str]:
     scaled = make(Way("", False, family="Granite", model={"logits_scaling": 8.0}), CPU)
     split = parallelize(whole, mesh)
     tokens = batch(0, CPU)
+    saved = adapted("Llama", LINEARS, modules_to_save=["lm_head"]).requires_grad_(False)
+    values = values_of(saved)
+    said = said_by(lambda: parallelize(saved, mesh, vocabulary=True))
+    assert values == values_of(saved)
     return {
+        "saved": said,
         "odd": said_by(lambda: parallelize(odd, mesh, vocabulary=True)),
         "hooked": said_by(lambda: parallelize(hooked, mesh, vocabulary=True)),
         "plan": said_by(
@@ -340,6 +345,7 @@ def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
     [
         ("odd", "the vocabulary must be a multiple of the 2 ranks, found 65"),
         ("hooked", "vocabulary=True replaces the Embedding, which has hooks"),
+        ("saved", "vocabulary=True replaces the Linear, which keeps what it had before training"),
         ("plan", "vocabulary=True needs a model of transformers"),
         ("loss", "loss needs a split head"),
         (

@@ -9,7 +9,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, merge_lora
-from lorakernels.modules import frozen
+from lorakernels.modules import stored_weight
 from tests.processes import on_ranks
 
 WORLD = 2
@@ -58,7 +58,7 @@ def full_gradients(model):
 
 
 def worker(rank, device, wrap, storage):
-    frozen.STORAGE = storage
+    stored_weight.STORAGE = storage
     model = net().to(device)
     wrapped = wrapped_as(wrap, model, device)
     for _ in range(2):
@@ -70,7 +70,7 @@ def worker(rank, device, wrap, storage):
 
 
 def worker_in_blocks(rank, device, wrap, storage):
-    frozen.STORAGE = storage
+    stored_weight.STORAGE = storage
     model = net(BlockScaling()).to(device)
     wrapped = wrapped_as(wrap, model, device)  # DDP reduces in backward, as long as it lives
     loss_of(wrapped, batch().chunk(WORLD)[rank].to(device)).backward()
@@ -82,13 +82,15 @@ def worker_in_blocks(rank, device, wrap, storage):
     ("wrap", "storage", "backend"),
     [
         pytest.param("ddp", torch.uint8, "gloo", id="ddp"),
-        pytest.param("fsdp2", frozen.STORAGE, "gloo", id="fsdp2"),
-        pytest.param("fsdp2, bf16", frozen.STORAGE, "gloo", id="fsdp2, bf16"),
+        pytest.param("fsdp2", stored_weight.STORAGE, "gloo", id="fsdp2"),
+        pytest.param("fsdp2, bf16", stored_weight.STORAGE, "gloo", id="fsdp2, bf16"),
         pytest.param(
             "fsdp2, bf16", torch.float8_e4m3fn, "gloo", id="fsdp2, bf16, as before torch 2.13"
         ),
         *(
-            pytest.param(wrap, frozen.STORAGE, "nccl", id=f"{wrap}, nccl", marks=pytest.mark.gpu)
+            pytest.param(
+                wrap, stored_weight.STORAGE, "nccl", id=f"{wrap}, nccl", marks=pytest.mark.gpu
+            )
             for wrap in ("ddp", "fsdp2", "fsdp2, bf16")
         ),
     ],
@@ -115,7 +117,7 @@ def test_gradients_are_those_of_the_full_batch(wrap, storage, backend):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "storage", "allowed"),
-    [("ddp", torch.uint8, 1e-5), ("fsdp2", frozen.STORAGE, 1e-5), ("fsdp2, bf16", frozen.STORAGE, 0.1)],
+    [("ddp", torch.uint8, 1e-5), ("fsdp2", stored_weight.STORAGE, 1e-5), ("fsdp2, bf16", stored_weight.STORAGE, 0.1)],
     ids=["ddp", "fsdp2", "fsdp2, bf16"],
 )  # fmt: skip
 def test_gradients_in_blocks_are_those_of_the_full_batch(wrap, storage, allowed):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels import LoRALinear, PhiloxState, attach
+from lorakernels import DelayedScaling, FrozenFP8Linear, LoRALinear, PhiloxState, attach
 from tests.graphs.fake import FakeBackend
 from tests.loops.written_loops import (
     LOOPS,
@@ -128,6 +128,19 @@ def test_a_state_that_the_layers_have_stays_theirs() -> None:
     with attached_to(model, backend=FakeBackend) as (attached, _):
         assert attached.rng_states == [own]
     assert all(m.rng_state is own for m in model.modules() if isinstance(m, LoRALinear))
+
+
+def test_graphs_pin_the_state_of_their_layers_where_another_comes_first() -> None:
+    """A frozen tower in FP8 before the layers, of another recipe, has a state of its own."""
+    model = llama()
+    tower = FrozenFP8Linear(8, 8, fp8=DelayedScaling(amax_history_len=3))
+    model._modules = {"tower": tower, **model._modules}
+    layers = next(m for m in model.modules() if isinstance(m, LoRALinear)).fp8_state
+    with attached_to(model, backend=FakeBackend) as (attached, optimizer):
+        run("plain", model, optimizer)
+        assert attached.replaying and attached.fp8_states == [tower.fp8_state, layers]
+        assert attached.manager.fp8_state is layers
+        assert layers.pinned_by and not tower.fp8_state.pinned_by
 
 
 def test_two_optimizers_end_a_step_once() -> None:

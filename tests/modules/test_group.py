@@ -248,6 +248,19 @@ def test_a_group_that_moves_to_another_state_reads_x_where_the_first_member_is()
     assert torch.equal(q.fp8_scale, before)
 
 
+def test_states_that_ranks_share_are_joined_with_those_of_the_same_ranks_alone():
+    """Scales would else be each rank's own after `attach`, though its weights are a part of all ranks'."""
+    group, other = object(), object()
+    for groups, joined in (((group, group), True), ((group, other), False)):
+        layers = {str(i): FrozenFP8Linear(32, 8) for i in range(2)}
+        for layer, own in zip(layers.values(), groups, strict=True):
+            layer.fp8_state.shared_over = (own,)
+        share_state(layers)
+        first, second = (layer.fp8_state for layer in layers.values())
+        assert (first is second) is joined
+        assert [first.shared_over, second.shared_over] == [(each,) for each in groups]
+
+
 def test_one_mask_is_one_mask():
     """Equal A and B of equal members give outputs that differ by the order of sums; with a mask each by more."""
     for shared_dropout in (True, False):

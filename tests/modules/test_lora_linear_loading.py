@@ -13,15 +13,15 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
-from lorakernels.modules import frozen
+from lorakernels.modules import stored_weight
 
 E4M3 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True, params=[torch.uint8, E4M3], ids=["stored as uint8", "stored as e4m3"])
 def storage(request, monkeypatch):
-    """What this torch version stores, and what the others do (frozen.STORAGE)."""
-    monkeypatch.setattr(frozen, "STORAGE", request.param)
+    """What this torch version stores, and what the others do (stored_weight.STORAGE)."""
+    monkeypatch.setattr(stored_weight, "STORAGE", request.param)
 
 
 def make(fp8: bool = True, layout: str = "single") -> LoRALinear:
@@ -125,7 +125,7 @@ def one_rank():
 
 @pytest.mark.parametrize("gathered_as", [None, torch.bfloat16])
 def test_what_fsdp2_puts_in_the_place_of_the_bytes_is_taken(gathered_as, one_rank):
-    if TorchVersion(torch.__version__) < "2.13" and torch.uint8 == frozen.STORAGE:
+    if TorchVersion(torch.__version__) < "2.13" and torch.uint8 == stored_weight.STORAGE:
         pytest.skip("FSDP2 of this torch takes no integer parameters")
     dtype = gathered_as or torch.float32
     layer, x = make().to(dtype).eval(), torch.randn(3, 24, dtype=dtype)

@@ -21,7 +21,7 @@ from lorakernels import (
     ops,
     training_state_dict,
 )
-from lorakernels.modules import frozen
+from lorakernels.modules import stored_weight
 from lorakernels.modules.dora import DoRALinear
 
 E4M3 = torch.float8_e4m3fn
@@ -29,8 +29,8 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True, params=[torch.uint8, E4M3], ids=["stored as uint8", "stored as e4m3"])
 def storage(request, monkeypatch):
-    """What this torch version stores, and what the others do (frozen.STORAGE)."""
-    monkeypatch.setattr(frozen, "STORAGE", request.param)
+    """What this torch version stores, and what the others do (stored_weight.STORAGE)."""
+    monkeypatch.setattr(stored_weight, "STORAGE", request.param)
 
 
 def make(fp8=True, layout="single", dtype=None, **options):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lorakernels.train.data.prepare import load_data
-from lorakernels.train.data.sources import held_entries
+from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.errors import DataError
 from lorakernels.train.options import FinetuneOptions
@@ -83,6 +83,20 @@ def test_a_table_of_texts(tmp_path: Path) -> None:
     assert texts == ['⟦<bos>one, "two"\nthree<eos>⟧', "⟦<bos>four<eos>⟧"]
 
 
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, kind: str) -> None:
+    """Also where bad rows may be skipped: it is no row's fault. Nameless columns of spreadsheets are no fields."""
+    path, tokenizer = tmp_path / f"a.{kind}", tokenizer_with(None)
+    lines = ["text,,n,", "one,,1,", "two,,2,"]
+    path.write_text("\n".join(lines).replace(",", "," if kind == "csv" else "\t"))
+    assert len(tokens_of(path, tokenizer).spans) == 2
+    lines[0] = "text,text,n,n"
+    path.write_text("\n".join(lines).replace(",", "," if kind == "csv" else "\t"))
+    for skip in (False, True):
+        with pytest.raises(DataError, match=rf"a\.{kind} line 1: .* columns named 'n', 'text'"):
+            tokens_of(path, tokenizer, skip_bad_rows=skip)
+
+
 def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     (folder / "more").mkdir(parents=True)
@@ -134,6 +148,17 @@ def test_the_split_that_is_evaluated(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"name one, .*/SPLIT of \['test', 'validation'\]"):
         held_entries([three])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"splits": null}', "\udcff"], ids=ascii)
+def test_a_list_of_splits_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    """As data, and as held-out data."""
+    (tmp_path / "dataset_dict.json").write_bytes(text.encode(errors="surrogateescape"))
+    for read in (held_entries, find_sources):
+        with pytest.raises(
+            DataError, match=r'dataset_dict\.json must be JSON with a list of "splits"'
+        ):
+            read([tmp_path])
 
 
 def test_a_run_s_held_out_data_are_not_its_training_data(tmp_path: Path) -> None:

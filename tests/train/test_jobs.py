@@ -296,10 +296,11 @@ def test_the_held_out_loss_counts_every_row_once(
         ("a: {data: x, r: 5}", "a: r must be 1 to 4, the run's --r, found 5"),
         ("a/b: {data: x}", "must be the name of a directory in output"),
         ("checkpoints: {data: x}", "must not begin with a dot or be one that a run writes there"),
-        ("a: {data: [x]}\n'a': {data: [y]}", "'a' names 2 jobs"),
+        ("a: {data: [x]}\n'a': {data: [y]}", "found 'a' twice in one mapping"),
+        ("a: {data: [x], r: 2, data: [y]}", "found 'data' twice in one mapping"),
         ("a: [", "cannot be read"),
     ],
-    ids=["empty", "list", "number", "typo", "no data", "data", "lr", "r", "path", "reserved", "twice", "yaml"],
+    ids=["empty", "list", "number", "typo", "no data", "data", "lr", "r", "path", "reserved", "twice", "both", "yaml"],
 )  # fmt: skip
 def test_a_file_that_cannot_be_used_is_refused_by_name(
     cli: Cli,

@@ -60,6 +60,9 @@ def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
         ("fp8: 1", "fp8 must be of type bool, got 1"),
         ("- r", "must hold a mapping of option names, found list"),
         ("r: [", "is not YAML"),
+        ("lr: 1.0e-4\nr: 4\nlr: 2.0e-4", "found 'lr' twice in one mapping"),
+        ("lora-alpha: 3\nlora_alpha: 4", "lora_alpha is given twice, once with a dash"),
+        ("&a [*a]", "must hold a mapping of option names, found list"),
         ("a: !!python/object/apply:os.getcwd []", "is not YAML"),
     ],
 )

@@ -168,8 +168,14 @@ def _is_data(path: Path) -> bool:
 
 
 def _splits(folder: Path) -> list[str]:
-    """The names of a DatasetDict's splits."""
-    return list(json.loads((folder / SPLITS).read_text()).get("splits", []))
+    """The names of a DatasetDict's splits. Raises DataError if its list of them cannot be read."""
+    try:
+        return [str(name) for name in json.loads((folder / SPLITS).read_bytes())["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise DataError(
+            f'{folder / SPLITS} must be JSON with a list of "splits", found {what}'
+        ) from error
 
 
 def _split_of(folder: Path) -> tuple[list[Path], list[str]]:
@@ -339,10 +345,20 @@ def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
             return
         if not header:
             header = cells
+            _check_header(where, header)
         elif len(cells) == len(header):
             yield Row(where, dict(zip(header, cells, strict=True)))
         elif cells:
             yield RowError(f"{where}: {len(cells)} cells, the header has {len(header)} names")
+
+
+def _check_header(where: str, names: Sequence[str]) -> None:
+    """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"{where}: the header has several columns named {', '.join(map(repr, twice))}: give each another name"
+        )
 
 
 def _parquet(path: Path) -> Rows:

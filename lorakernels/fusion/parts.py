@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts: how a fused decoder layer runs, as `fuse` and what comes after it decided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
+from lorakernels.fusion.group import FusedGroup
+from lorakernels.fusion.offload import ActivationOffload
+from lorakernels.fusion.over_ranks import Context, Over
+
+
+@dataclass(eq=False)
+class Parts:
+    """How one layer runs.
+
+    Attributes:
+        spec: the layer's family.
+        qkv, o, gate_up, down: the projections.
+        norms: of attention's and of the MLP's input, or None where it is not normed.
+        head_norms: of q and of k, or None twice.
+        post_norms: of attention's and of the MLP's result, or None twice.
+        places: (path, the owner's modules, name, module) of every module inside the layer, as `fuse` found it.
+        heads: H, Hk and the factor of q kᵀ.
+        eps: ε of all norms in the layer.
+        turns: whether RoPE turns the heads.
+        factor: of attention's and of the MLP's result before the residual is added.
+        cap: of attention's scores, or None.
+        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
+        offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
+        attention: the backend asked for.
+        chosen: the backend that is used, by shapes, dtype and kind of mask.
+        context: what attends in the backend's place where ranks share rows; None where they do not.
+        checks_longest: whether each call compares `max_length_q` with the documents.
+    """
+
+    spec: LayerSpec
+    qkv: FusedGroup
+    o: FusedGroup
+    gate_up: FusedGroup
+    down: FusedGroup
+    norms: tuple[nn.Module | None, nn.Module | None]
+    head_norms: tuple[nn.Module | None, nn.Module | None]
+    post_norms: tuple[nn.Module | None, nn.Module | None]
+    places: list[tuple[str, dict[str, nn.Module | None], str, nn.Module]]
+    heads: Heads
+    eps: float
+    turns: bool
+    factor: float
+    cap: float | None
+    save: str
+    attention: str
+    offload: ActivationOffload | None
+    chosen: dict[tuple[Any, ...], str] = field(default_factory=dict)
+    context: Context | None = None
+    checks_longest: bool = True
+
+    @property
+    def over(self) -> Over | None:
+        """How ranks hold the layer together; None where they do not."""
+        return cast("Over | None", self.qkv.over)
+
+    @property
+    def spread(self) -> int:
+        return 1 if self.over is None else self.over.spread
+
+    @property
+    def flat(self) -> bool:
+        return self.over is not None and self.over.flat
+
+    @property
+    def groups(self) -> tuple[FusedGroup, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+    @property
+    def adds(self) -> bool:
+        """Whether the GEMMs of o and down add the residual."""
+        return self.factor == 1.0 and self.post_norms == (None, None)
+
+    def tokens(self, h: Tensor) -> int:
+        """Of all ranks that share the rows of h."""
+        ranks = 1 if self.context is None else self.context.size
+        return h.shape[:2].numel() * self.spread * ranks
+
+    def scale(self, norm: nn.Module | None) -> Tensor | None:
+        """What a norm multiplies by, or None without a norm."""
+        return None if norm is None else scale(norm, self.spec.norms_add_one)
