@@ -22,7 +22,7 @@ from lorakernels.fusion.layer import FusedDecoderLayer, Parts
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
-from lorakernels.parallel.context_rows import FirstRows, check_places
+from lorakernels.parallel.context_rows import OwnChunks, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.layers import decoder_layers
 from lorakernels.parallel.pipeline_cut import Cut
@@ -313,7 +313,7 @@ class ContextParallel:
         model: Any = self.model
         contexts: dict[str, ContextAttention] = {}
         adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
-        first_rows = FirstRows(adapters, self.ranks.rank)
+        own_chunks = OwnChunks(adapters, self.ranks)
         _register()
         self._put(model, _OF_MODEL, self)
         for layer in layers.values():
@@ -322,22 +322,26 @@ class ContextParallel:
             if parts is not None:
                 wanted = parts.attention
             context = contexts.setdefault(
-                wanted, ContextAttention(self.ranks, wanted, first_rows.of)
+                wanted, ContextAttention(self.ranks, wanted, own_chunks.of)
             )
             self._put(module, _OF_MODULE, context)
             if parts is not None:
-                self._put(parts, "context", context)
+                self._put(parts, "context", context)  # which says the rows by itself
+            elif adapters:
+                hook = module.register_forward_pre_hook(own_chunks.before, with_kwargs=True)
+                self._hooks.append(hook)
         config = model.config.get_text_config()
         self._put(config, "_attn_implementation", ATTENTION)
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
             self._put(state, "shared_over", (*state.shared_over, self.ranks.group))
-        fused = [layer for layer in layers.values() if isinstance(layer, FusedDecoderLayer)]
-        inside = {id(m) for layer in fused for m in layer.modules()}  # a fused layer asks by itself
-        for module in adapters:
-            self._put(module, "row0", module.row0)
-            if id(module) not in inside:
-                self._hooks.append(module.register_forward_pre_hook(first_rows.before))
+        inside = {id(m) for layer in layers.values() for m in layer.modules()}
+        for adapter in adapters:
+            self._put(adapter, "chunks", adapter.chunks)
+            self._put(adapter, "row0", 0)
+            if id(adapter) not in inside:
+                hook = adapter.register_forward_pre_hook(own_chunks.before, with_kwargs=True)
+                self._hooks.append(hook)
         self._hooks += [
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             model.base_model.register_forward_pre_hook(self._before_rows, with_kwargs=True),
@@ -378,7 +382,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     """Collective: let the ranks of `mesh` share the model's rows, each with some of every row's tokens.
 
     Every rank has the same model, its frozen base whole or sharded over the same ranks. Keys and values of a layer are
-    gathered while it runs. Masks of dropout are those of one process whose rows are the ranks' tokens, by rank.
+    gathered while it runs. A token's masks of dropout are those that one process draws for it.
 
     Args:
         model: a causal language model of transformers of a family that `fuse` knows, fused or not, or after
