@@ -26,10 +26,12 @@ struct RowsOfTensor {
   uint32_t first = 0;
   uint32_t multiplier = 0, shift = 0;  // 2 j multiplier / 2^(32 + shift) is j / C
   uint32_t added = 0, of_chunk = 0, of_odd = 0;
+  uint32_t size = 0;  // C; 0 without chunks
 
   RowsOfTensor() = default;
   RowsOfTensor(uint32_t first, const RowChunks& chunks) : first(first) {
-    const auto [rank, ranks, size] = chunks;
+    const uint32_t rank = chunks.rank, ranks = chunks.ranks;
+    size = chunks.size;
     if (rank == 0 && ranks == 0 && size == 0) return;
     constexpr uint32_t kMost = uint32_t{1} << 31;
     if (rank >= ranks || size == 0 || size >= kMost || first >= kMost) {
@@ -44,11 +46,18 @@ struct RowsOfTensor {
   }
 
   LORAKERNELS_HD uint32_t operator()(uint32_t i) const {
-    const uint32_t row = first + i;
+    const uint32_t chunk = chunk_of(i);
+    return first + i + added + chunk * of_chunk + chunk % 2 * of_odd;
+  }
+
+  // Above i: the end of the rows from i on that follow each other in the logical tensor.
+  LORAKERNELS_HD uint32_t until(uint32_t i) const { return size == 0 ? 0xFFFFFFFFu : (chunk_of(i) + 1) * size - first; }
+
+ private:
+  LORAKERNELS_HD uint32_t chunk_of(uint32_t i) const {
     uint32_t high, low;
-    philox_mul_hi_lo(2 * row, multiplier, high, low);
-    const uint32_t chunk = high >> shift;
-    return row + added + chunk * of_chunk + chunk % 2 * of_odd;
+    philox_mul_hi_lo(2 * (first + i), multiplier, high, low);
+    return high >> shift;
   }
 };
 

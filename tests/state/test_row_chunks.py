@@ -103,6 +103,6 @@ def test_bits_drawn_on_a_gpu_are_the_mask(ranks: int, rows: int, size: int) -> N
     for first in (0, 1, 6):
         count = rows * 2 * size + 700
         mine = Dropout(slot(torch.device("cuda")), 0.4, 3, first, 8, chunks=(1, ranks, size))
-        found = torch.zeros(count, dropped_words(72), dtype=torch.int32, device="cuda")
-        _C.dropped_bits(found, (count, 72), mine, (torch.cuda.current_stream().cuda_stream, 0))
-        assert torch.equal(found, dropped_bits(dropout_keep(mine, count, 72)))
+        found = torch.zeros(count, dropped_words(128), dtype=torch.int32, device="cuda")
+        _C.dropped_bits(found, (count, 128), mine, (torch.cuda.current_stream().cuda_stream, 0))
+        assert torch.equal(found, dropped_bits(dropout_keep(mine, count, 128)))

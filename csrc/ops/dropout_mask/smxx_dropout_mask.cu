@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMas
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     dropped_bits_kernel(const DropoutParams dropout, uint32_t* dropped, int64_t rows, int64_t cols) {
   __shared__ uint32_t drawn;
   if (threadIdx.x == 0) drawn = 0;
