@@ -77,7 +77,7 @@ def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str)
 def test_fp8_over_a_sharded_base_is_close_to_one_process(
     cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
 ) -> None:
-    """Other scales in the first step, and in evaluations. AdamW takes steps of one size of the gradients that follow."""
+    """Other scales in the first step, and in evaluations. AdamW takes steps of one size of what follows."""
     assert cli(*run, *FP8, "--output", tmp_path / "one") == 0
     np.testing.assert_allclose(losses(two_ranks / "sharded"), losses(tmp_path / "one"), rtol=4e-3)
 
