@@ -18,6 +18,20 @@ from torch import Tensor
 Address = Tensor | int | None  # 0 and None stand for a tensor that is not there
 
 
+class RowChunks(NamedTuple):
+    """Which rows of a tensor a rank has, where n ranks share rows of S = 2 n C tokens, one after the other.
+
+    Of each S tokens rank r has chunks r and 2 n − 1 − r of C tokens, in this order.
+
+    Attributes:
+        rank, ranks, size: r, n and C.
+    """
+
+    rank: int
+    ranks: int
+    size: int
+
+
 class Dropout(NamedTuple):
     """Which elements of an operand [M, K] are dropped: the mask that (slot, site) draws.
 
@@ -25,9 +39,10 @@ class Dropout(NamedTuple):
         slot: int64 [2], Philox's key and offset (state/philox.py).
         p: probability, in [0, 1).
         site: which of the model's dropouts this is; sites of one slot draw independent masks.
-        row0: row of the whole tensor at which this operand begins, where it is a shard.
+        row0: row of the whole tensor at which this operand begins, where it is a shard; with `chunks`, of the rank's.
         col0: its column, likewise.
         dropped: int32 [M, 4 ⌈K / 128⌉], the same mask where it has been drawn already (numerics/dropout.py).
+        chunks: the `RowChunks` of a rank whose rows these are; () where they lie one after the other in the tensor.
     """
 
     slot: Tensor
@@ -36,6 +51,7 @@ class Dropout(NamedTuple):
     row0: int = 0
     col0: int = 0
     dropped: Tensor | None = None
+    chunks: Sequence[int] = ()
 
 
 class Scaling(NamedTuple):

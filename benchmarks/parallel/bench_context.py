@@ -66,7 +66,7 @@ from lorakernels.parallel.plan_time import Batch
 
 SAVE = "checkpoint"
 LONG = 1.0  # seconds of a step from which on each is said as it ends
-LOSS_TOLERANCE = 0.02  # other masks, and other tokens
+LOSS_TOLERANCE = 0.02  # other tokens
 ALONE, AS_LONG, CP = "alone", "alone, as long", "cp"
 COLUMNS = (
     "model", "row", "way", "ranks", "check", "steps", "tokens/s", "TFLOP/s", "÷ alone", "÷ by kind", "p50 ms",

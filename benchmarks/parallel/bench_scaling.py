@@ -82,7 +82,7 @@ from benchmarks.peers.tensor import DTensorPeft
 from benchmarks.peers.training import Training
 
 LOSS_TOLERANCE = (
-    0.02  # tp and cp draw other masks for a row than one GPU does, and sum in another order
+    0.02  # of the first step: cp's scales are a rank's own there, and sums have another order
 )
 TE = "Transformer Engine"
 PEERS: dict[str, Callable[..., Training]] = {

@@ -11,7 +11,7 @@ step and the learning rates are equal. Every layout uses all ranks for one run. 
     one GPU                 rank 0 alone, with whom the others are compared
     one GPU, other masks    rank 1 alone, whose dropout draws from another seed: what masks alone change
     tp T                    T ranks have each layer, its rows and the vocabulary together; the masks of one GPU
-    cp C                    C ranks share each row, and draw masks of their own
+    cp C                    C ranks share each row; the masks of one GPU
     dp 2                    two replicas have one row of each step, and average gradients and amaxes
     …, one base             all ranks keep one base together: those of a way without tp, with replicas
 

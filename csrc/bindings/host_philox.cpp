@@ -25,17 +25,18 @@ bool dropout_keep(uint32_t row, uint32_t col, uint64_t seed, uint64_t offset, ui
 void dropout_mask_host(Address out, const Sizes& sizes, const Dropout& dropout) {
   const auto [rows, cols] = sizes;
   check_sizes("dropout_mask_host", {{"rows", rows}, {"cols", cols}});
-  const auto [slot, site, threshold, first_row, first_col] = params_of(dropout);
-  const uint64_t seed = slot == nullptr ? 0 : static_cast<uint64_t>(slot[0]);
-  const uint64_t offset = slot == nullptr ? 0 : static_cast<uint64_t>(slot[1]);
+  const DropoutParams draw = params_of(dropout);
+  const uint64_t seed = draw.slot == nullptr ? 0 : static_cast<uint64_t>(draw.slot[0]);
+  const uint64_t offset = draw.slot == nullptr ? 0 : static_cast<uint64_t>(draw.slot[1]);
+  const uint32_t first_col = draw.first_col;
   auto* mask = out.as<uint8_t>();
   for (int64_t r = 0; r < rows; ++r) {
-    const uint32_t row = first_row + static_cast<uint32_t>(r);
+    const uint32_t row = draw.rows(static_cast<uint32_t>(r));
     for (int64_t c = 0; c < cols;) {
       const uint32_t group = (first_col + static_cast<uint32_t>(c)) / kDropoutLanesPerDraw;
-      const PhiloxDraw draw = dropout_draw(row, group, seed, offset, site);
+      const PhiloxDraw lanes = dropout_draw(row, group, seed, offset, draw.site);
       do {
-        mask[r * cols + c] = dropout_keeps(draw, first_col + static_cast<uint32_t>(c), threshold);
+        mask[r * cols + c] = dropout_keeps(lanes, first_col + static_cast<uint32_t>(c), draw.threshold);
         ++c;
       } while (c < cols && (first_col + static_cast<uint32_t>(c)) % kDropoutLanesPerDraw != 0);
     }

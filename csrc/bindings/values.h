@@ -40,9 +40,11 @@ struct Dropout {
   double p;
   uint32_t site, row0, col0;
   Address dropped;
+  RowChunks chunks;
 
   static constexpr auto members() {
-    return in_order(&Dropout::slot, &Dropout::p, &Dropout::site, &Dropout::row0, &Dropout::col0, &Dropout::dropped);
+    return in_order(&Dropout::slot, &Dropout::p, &Dropout::site, &Dropout::row0, &Dropout::col0, &Dropout::dropped,
+                    &Dropout::chunks);
   }
 };
 
@@ -135,7 +137,8 @@ inline DropoutParams params_of(const std::optional<Dropout>& dropout) {
   if (!dropout) return {};
   const uint32_t threshold = dropout_threshold(dropout->p);
   if (threshold > 0 && dropout->slot.value == 0) throw std::invalid_argument("slot must be given where p > 0");
-  return {dropout->slot.as<const int64_t>(), dropout->site, threshold, dropout->row0, dropout->col0};
+  const RowsOfTensor rows(dropout->row0, dropout->chunks);
+  return {{dropout->slot.as<const int64_t>(), dropout->site, threshold, dropout->col0}, rows};
 }
 
 }  // namespace lorakernels
@@ -156,6 +159,26 @@ struct type_caster<lorakernels::Address> {
     }
     value.value = PyLong_AsUnsignedLongLong(number.ptr());
     if (PyErr_Occurred() != nullptr) throw error_already_set();
+    return true;
+  }
+};
+
+// () or [] where rows are not shared; else three integers.
+template <>
+struct type_caster<lorakernels::RowChunks> {
+  PYBIND11_TYPE_CASTER(lorakernels::RowChunks, const_name("Sequence[int]"));
+
+  bool load(handle source, bool) {
+    value = {};
+    if (!PyTuple_Check(source.ptr()) && !PyList_Check(source.ptr())) return false;
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(source.ptr());
+    if (count != 0 && count != 3) return false;
+    uint32_t* const to[] = {&value.rank, &value.ranks, &value.size};
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      make_caster<uint32_t> caster;
+      if (!caster.load(PySequence_Fast_GET_ITEM(source.ptr(), i), false)) return false;
+      *to[i] = cast_op<uint32_t>(caster);
+    }
     return true;
   }
 };

@@ -24,7 +24,9 @@ constexpr int kRowsOfUnit = 8;
 
 // Draws this block's rows of the mask [rows, dropped_words(cols)]. Whole warps call it, each when it has time. A warp
 // takes one unit after the other, 32 words in kRowsOfUnit rows, until none is left. `count`, in shared memory and 0 at
-// first, is how many units were taken.
+// first, is how many units were taken. With kRuns rows are placed
+// once for those that follow each other, which takes two registers more.
+template <bool kRuns = true>
 __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols,
                                           uint32_t* count) {
   const uint32_t lane = threadIdx.x % 32, words = static_cast<uint32_t>(dropped_words(cols)),
@@ -44,8 +46,8 @@ __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t
     for (int d = 0; d < 4; ++d) {
       columns[d] = DrawsOfColumn(dropout.first_col / kDropoutLanesPerDraw + word * 4 + d, offset, seed);
     }
-    for (uint32_t row = first; row < min(first + kRowsOfUnit, end); ++row) {
-      const DrawsOfRow of_row(dropout.first_row + row, offset, dropout.site, seed);
+    const auto draw_row = [&](uint32_t row, uint32_t at) {
+      const DrawsOfRow of_row(at, offset, dropout.site, seed);
       const uint4 of = make_uint4(of_row.word[0], of_row.word[1], of_row.word[2], of_row.word[3]);
       PhiloxDraw draws[4];
 #pragma unroll
@@ -53,6 +55,15 @@ __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t
       keys.draw<3>(draws);
       threshold.apply(draws);
       if (word < words) dropped[static_cast<int64_t>(row) * words + word] = bits_of_signs(draws);
+    };
+    const uint32_t stop = min(first + kRowsOfUnit, end);
+    for (uint32_t row = first; row < stop;) {
+      if constexpr (kRuns) {
+        const uint32_t run = min(stop, dropout.rows.until(row)), shift = dropout.rows(row) - row;
+        for (; row < run; ++row) draw_row(row, shift + row);
+      } else {
+        draw_row(row, dropout.rows(row)), ++row;
+      }
     }
   }
 }

@@ -7,20 +7,24 @@
 #include <string>
 
 #include "device/philox.h"
+#include "device/row_chunks.h"
 
 namespace lorakernels {
 
-struct DropoutParams {
+struct DropoutDraws {
   const int64_t* slot;  // [2]: key, offset; device memory; null if threshold is 0
   uint32_t site;        // stream id
   uint32_t threshold;   // of 65536; 0 draws nothing
-  uint32_t first_row;   // where element (0, 0) lies in the logical tensor
-  uint32_t first_col;
+  uint32_t first_col;   // where column 0 lies in the logical tensor
+};
+
+struct DropoutParams : DropoutDraws {
+  RowsOfTensor rows;  // where rows lie
 };
 
 // Visits what a LaunchList replaces (host/launch_list.h).
 template <typename Visit>
-void each_address(DropoutParams& params, const Visit& visit) {
+void each_address(DropoutDraws& params, const Visit& visit) {
   visit(params.slot);
   if (params.threshold > 0) visit.site(params.site);
 }
@@ -35,13 +39,6 @@ inline void check_threshold(uint32_t threshold) {
   if (threshold >= kDropoutLaneRange) {
     throw std::invalid_argument("threshold must be in [0, 65535], got " + std::to_string(threshold));
   }
-}
-
-inline DropoutParams dropout_params(uintptr_t slot, uint32_t site, uint32_t threshold, uint32_t first_row,
-                                    uint32_t first_col) {
-  check_threshold(threshold);
-  if (threshold > 0 && slot == 0) throw std::invalid_argument("slot must be given where threshold > 0");
-  return {reinterpret_cast<const int64_t*>(slot), site, threshold, first_row, first_col};
 }
 
 }  // namespace lorakernels

@@ -60,17 +60,10 @@ LORAKERNELS_HD void philox4x32_10(PhiloxDraw (&counter)[kCount], uint32_t key0, 
   }
 }
 
-// The draws of elements (row, 8 * group) to (row, 8 * group + 7), for the rows first_row, first_row + row_step, ...
-template <int kCount>
-LORAKERNELS_HD void dropout_draws(PhiloxDraw (&draw)[kCount], uint32_t first_row, uint32_t row_step, uint32_t group,
-                                  uint64_t seed, uint64_t offset, uint32_t site) {
-  for (int i = 0; i < kCount; ++i) draw[i] = {{first_row + i * row_step, group, static_cast<uint32_t>(offset), site}};
-  philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
-}
-
+// The draw of elements (row, 8 * group) to (row, 8 * group + 7).
 LORAKERNELS_HD PhiloxDraw dropout_draw(uint32_t row, uint32_t group, uint64_t seed, uint64_t offset, uint32_t site) {
-  PhiloxDraw draw[1];
-  dropout_draws(draw, row, 0, group, seed, offset, site);
+  PhiloxDraw draw[1] = {{{row, group, static_cast<uint32_t>(offset), site}}};
+  philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
   return draw[0];
 }
 

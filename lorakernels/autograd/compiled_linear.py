@@ -54,7 +54,7 @@ def _spec(
     training: bool,
 ) -> LoRASpec:
     drawn = numbers if mask is None else numbers_of(mask)
-    key = (scaling, p, drawn.p, drawn.site, drawn.row0, column, training)
+    key = (scaling, p, drawn.p, drawn.site, drawn.row0, drawn.chunks, column, training)
     if key in numbers.made:
         return numbers.made[key]
     spec = LoRASpec(
@@ -62,6 +62,7 @@ def _spec(
         p=drawn.p if p is None else p,
         site=drawn.site,
         row0=drawn.row0,
+        chunks=drawn.chunks,
         blocks=numbers.blocks,
     )
     state = numbers.state

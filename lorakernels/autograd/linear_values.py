@@ -23,7 +23,7 @@ class LoRASpec:
         scaling: factor of B A.
         p: dropout probability, in [0, 1).
         site: the layer's dropout stream.
-        row0, col0: where x[0, 0] lies in the tensor that the mask is drawn for.
+        row0, chunks, col0: where x[0, 0], and its rows, lie in the tensor that the mask is drawn for.
         column: the layer's column in its FP8State.
         delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
         backward_dtype: FP8 dtype of dy.
@@ -36,6 +36,7 @@ class LoRASpec:
     p: float = 0.0
     site: int = 0
     row0: int = 0
+    chunks: tuple[int, ...] = ()
     col0: int = 0
     column: int = 0
     delayed: bool = False
@@ -67,7 +68,9 @@ class LoRASpec:
 
     def dropout(self, slot: Tensor | None) -> Dropout | None:
         """The mask that `slot` draws for this call; None without a slot."""
-        return None if slot is None else Dropout(slot, self.p, self.site, self.row0, self.col0)
+        if slot is None:
+            return None
+        return Dropout(slot, self.p, self.site, self.row0, self.col0, chunks=self.chunks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +115,7 @@ class AdapterNumbers(NamedTuple):
     p: float = 0.0
     site: int = 0
     row0: int = 0
+    chunks: tuple[int, ...] = ()
 
 
 class Adapter(NamedTuple):

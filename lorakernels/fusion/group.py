@@ -190,11 +190,11 @@ class FusedGroup:
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> Variant:
         """The Variant for this mode and these adapters. Each variant is made once."""
         state = self.first.fp8_state
-        place = (state, self.first.column)
         self._check_alike(training, adapted)
-        key = (training, place, *((id(m), m.r, m.scaling, m.lora_dropout, m.row0) for m in adapted))
+        at, numbers = [(m.row0, m.chunks) for m in adapted], (training, state, self.first.column)
+        key = (*numbers, *at, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
-            spec = LoRASpec(self._scaling(adapted), row0=adapted[0].row0 if adapted else 0)
+            spec = LoRASpec(self._scaling(adapted), 0.0, 0, *(at[0] if at else ()))
             if state is not None:
                 spec = spec.following(state.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
@@ -230,10 +230,10 @@ class FusedGroup:
         drawn: dict[int, Dropout | None] = {}
         for index in variant.masks:
             if index not in drawn:
-                m, row0 = adapted[index], variant.spec.row0
+                m = adapted[index]
                 p = m.lora_dropout
                 slot = m.draw_slot(m.lora_A.device) if variant.drops and p else None
-                drawn[index] = None if slot is None else Dropout(slot, p, m.site, row0)
+                drawn[index] = variant.mask(slot, p, m.site)
         return tuple(drawn[index] for index in variant.masks)
 
     def _biases(self) -> tuple[Tensor | None, list[Tensor | None]]:

@@ -115,8 +115,6 @@ class FusedDecoderLayer(nn.Module):
             parts.over.check(hidden_states)
         check_window(self, parts, hidden_states, kwargs)
         check_documents(parts, hidden_states, kwargs)
-        if parts.context is not None:
-            parts.context.begin(hidden_states.shape[:2].numel() * parts.spread)
         call = _call(parts, hidden_states, position_embeddings)
         attended = partial(_attended, parts, _visible(parts, hidden_states, attention_mask, kwargs))
         if not torch.is_grad_enabled():
@@ -150,6 +148,8 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
     cos, sin = (t.reshape(t.shape[:-1].numel(), t.shape[-1]).contiguous() for t in angles)
     if not parts.turns:
         cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    if parts.context is not None:
+        parts.context.begin(length)
     calls, params = zip(*(group.call() for group in parts.groups), strict=True)
     qkv, o, gate_up, down = calls
     save, adds, act = parts.save, parts.adds, parts.spec.act

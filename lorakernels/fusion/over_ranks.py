@@ -40,8 +40,8 @@ class Context(Protocol):
 
     size: int
 
-    def begin(self, tokens: int) -> None:
-        """A layer runs on so many tokens of this rank."""
+    def begin(self, own: int) -> None:
+        """A layer runs on rows of each of which this rank has so many tokens."""
 
     def together(self) -> AbstractContextManager[None]:
         """As `Over.together`."""

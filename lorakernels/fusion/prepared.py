@@ -36,6 +36,11 @@ class Variant(NamedTuple):
     drops: bool
     masks: tuple[int, ...]
 
+    def mask(self, slot: Tensor | None, p: float, site: int) -> Dropout | None:
+        """The mask that `slot` draws for x's rows; None without a slot."""
+        at = self.spec
+        return None if slot is None else Dropout(slot, p, site, at.row0, chunks=at.chunks)
+
 
 class Prepared(NamedTuple):
     """A call without its masks. It serves as long as what was seen is the same.

@@ -99,6 +99,10 @@ class PeftProjection(LoRALinear):
         return 0
 
     @property
+    def chunks(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def site(self) -> int:
         return 0
 

@@ -216,6 +216,7 @@ class LoRALinearGroup:
             p=owner.lora_dropout,
             site=owner.site,
             row0=owner.row0,
+            chunks=owner.chunks,
             column=first.column,
             delayed=member.training,
             blocks=first.block_scaling,
@@ -262,7 +263,8 @@ class LoRALinearGroup:
         if index not in shared.s:
             slot = member.draw_slot(x.device) if _drops(member) else None
             p, site = member.lora_dropout, member.site
-        spec = LoRASpec(member.scaling, p, site, member.row0, blocks=member.block_scaling)
+        place = member.row0, member.chunks
+        spec = LoRASpec(member.scaling, p, site, *place, blocks=member.block_scaling)
         state = member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member.column, member.training)

@@ -95,6 +95,8 @@ class LoRALinear(MergeableLinear):
         scaling: alpha / r, or alpha / √r with rslora.
         row0: the row of the whole tensor at which x begins, where ranks hold rows of one tensor: masks are drawn there.
             DoRA does not read it.
+        chunks: (rank, ranks, size), the `values.RowChunks` of a rank that has chunks of each row of tokens. row0 is one
+            of its rows then. () where x's rows lie one after the other. `context_parallel` sets it.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
@@ -111,6 +113,7 @@ class LoRALinear(MergeableLinear):
     adapter_rows: CallRows | None = None  # an AdapterBatch's
     site = number("site")
     row0 = number("row0")
+    chunks = number("chunks")
     scaling = number("scaling")
     lora_dropout = number("lora_dropout")
 
@@ -223,6 +226,7 @@ class LoRALinear(MergeableLinear):
         self.scaling = config.scaling_for(self.name)
         self.lora_dropout = config.lora_dropout
         self.site = self.row0 = 0
+        self.chunks = ()
         self.rng_state: PhiloxState | PhiloxStates | None = None
         self.disable_adapters = False
         self.lora_A = nn.Parameter(
@@ -259,13 +263,15 @@ class LoRALinear(MergeableLinear):
 
     def _numbers(self) -> Numbers:
         known = vars(self)  # while the layer is constructed, some are missing
-        own = {"site": "site", "scaling": "scaling", "p": "lora_dropout", "row0": "row0"}
+        own = {"scaling": "scaling", "p": "lora_dropout"} | {
+            n: n for n in ("site", "row0", "chunks")
+        }
         return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
 
     def renew_handle(self) -> None:
         super().renew_handle()
-        if "row0" in (own := self.__dict__):  # the last number that the construction sets
-            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"]
+        if "chunks" in (own := self.__dict__):  # the last number that the construction sets
+            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"], own["chunks"]
             self._of_calls = AdapterNumbers(*numbers)
 
     def forward(self, x: Tensor) -> Tensor:

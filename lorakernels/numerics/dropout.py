@@ -6,11 +6,13 @@ A mask depends on (key, offset, site, row, column) alone, so that kernels, tilin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of, extension, why_not_csrc
-from lorakernels.values import Dropout
+from lorakernels.values import Dropout, RowChunks
 
 _MASK32 = 0xFFFFFFFF
 
@@ -46,17 +48,28 @@ def drops(dropout: Dropout | None) -> bool:
     return dropout is not None and dropout_threshold(dropout.p) > 0
 
 
+def rows_of_tensor(row0: int, rows: int, chunks: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [rows]: which rows of the whole tensor an operand's are (`values.Dropout`)."""
+    row = torch.arange(row0, row0 + rows, device=device)
+    if not chunks:
+        return row
+    rank, ranks, size = RowChunks(*chunks)
+    chunk = row // size  # of the rank's, two of each row of tokens
+    begin = torch.where(chunk % 2 == 0, rank, 2 * ranks - 1 - rank) + chunk // 2 * (2 * ranks)
+    return begin * size + row % size
+
+
 def dropout_keep(dropout: Dropout, rows: int, cols: int) -> Tensor:
     """bool [rows, cols]: which elements survive, for the window at (row0, col0) of the logical tensor.
 
     With `slot` = (key, offset), element (row, col) has counter (row, col // 8, offset mod 2³², site). Its 16 bits are
     half `col % 2` of word `col % 8 // 2`. It is dropped if they are below `dropout_threshold(p)`.
     """
-    slot, p, site, row0, col0, _ = dropout
+    slot, p, site, row0, col0, _, chunks = dropout
     device = slot.device
     first = col0 // 8
     blocks = (col0 + cols + 7) // 8 - first
-    row = torch.arange(row0, row0 + rows, device=device).view(-1, 1) & _MASK32
+    row = rows_of_tensor(row0, rows, chunks, device).view(-1, 1) & _MASK32
     block = torch.arange(first, first + blocks, device=device).view(1, -1)
     key = (slot[0] & _MASK32, (slot[0] >> 32) & _MASK32)
     offset, stream = slot[1] & _MASK32, torch.full((), site, dtype=torch.int64, device=device)

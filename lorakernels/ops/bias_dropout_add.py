@@ -83,7 +83,7 @@ def fake_backward(
 def check(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None) -> None:
     """TypeError or ValueError if a dtype, shape, device, probability or slot does not fit."""
     check_operands(x, bias, residual, 0.0 if dropout is None else dropout.p)
-    checks.slot(dropout, x.device)
+    checks.mask(dropout, x.shape[0], x.device)
 
 
 def check_operands(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float) -> None:
@@ -111,7 +111,7 @@ def check_operands(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: f
 
 def check_backward(dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None) -> None:
     """ValueError if the slot does not fit."""
-    checks.slot(dropout, dout.device)
+    checks.mask(dropout, dout.shape[0], dout.device)
 
 
 def why_not_csrc_kernel(x: Tensor, *others: object) -> str | None:
@@ -222,8 +222,8 @@ bias_dropout_add = define(
         ),
         chosen,
     ),
-    "(Tensor x, Tensor? bias, Tensor? residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0)"
-    " -> Tensor",
+    "(Tensor x, Tensor? bias, Tensor? residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0,"
+    " SymInt[] chunks=[]) -> Tensor",
 )
 
 bias_dropout_add_ = define(
@@ -237,8 +237,8 @@ bias_dropout_add_ = define(
             Implementation("torch", reference_in_place),
         ),
     ),
-    "(Tensor x, Tensor? bias, Tensor(a2!) residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0)"
-    " -> ()",
+    "(Tensor x, Tensor? bias, Tensor(a2!) residual, Tensor? slot, float p, SymInt site, SymInt row0=0, SymInt col0=0,"
+    " SymInt[] chunks=[]) -> ()",
 )
 
 bias_dropout_add_backward = define(
@@ -252,6 +252,6 @@ bias_dropout_add_backward = define(
             Implementation("torch", reference_backward),
         ),
     ),
-    "(Tensor dout, Tensor? slot, float p, SymInt site, ScalarType? bias_dtype, SymInt row0=0, SymInt col0=0)"
-    " -> (Tensor, Tensor)",
+    "(Tensor dout, Tensor? slot, float p, SymInt site, ScalarType? bias_dtype, SymInt row0=0, SymInt col0=0,"
+    " SymInt[] chunks=[]) -> (Tensor, Tensor)",
 )

@@ -13,14 +13,23 @@ from lorakernels.ops.hardware import FLOATS
 from lorakernels.values import Dropout, Groups, Scaling, SideBySide, Up
 
 
-def slot(dropout: Dropout | None, device: torch.device) -> None:
-    """A slot is int64 [2] on the tensors' device."""
+def mask(dropout: Dropout | None, rows: int, device: torch.device) -> None:
+    """A slot is int64 [2] on the tensors' device. Chunks are a `RowChunks`, and the rank has below 2³¹ rows."""
     if dropout is None:
         return
     slot = dropout.slot
     if slot.shape != (2,) or slot.dtype != torch.int64 or slot.device != device:
         raise ValueError(
             f"slot must be int64 [2] on {device}, found {slot.dtype} {list(slot.shape)} on {slot.device}"
+        )
+    chunks, end = dropout.chunks, dropout.row0 + rows
+    if not chunks:
+        return
+    three = len(chunks) == 3
+    if not three or not 0 <= chunks[0] < chunks[1] or not 0 < chunks[2] < 2**31 or end > 2**31:
+        raise ValueError(
+            "chunks must be () or (rank, ranks, size) with rank below ranks, of rows that end below 2**31, found "
+            f"{tuple(chunks)} and rows {dropout.row0} to {end}"
         )
 
 

@@ -69,7 +69,7 @@ def check(
         raise ValueError(f"weight must be [{depth}, K], found {list(weight.data.shape)}")
     check_scales("dy_scale_inv", dy.scale_inv, (blocks_of(depth), rows))
     check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(depth), blocks_of(cols)))
-    checks.slot(dropout, dy.data.device)
+    checks.mask(dropout, rows, dy.data.device)
     checks.dropped(dropout, rows, cols, dy.data.device)
     check_segments("lora_A", lora_A, rows)
 
@@ -200,5 +200,5 @@ fp8_block_grad_input = define(
     ),
     "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
     " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"
-    " Tensor? dropped=None) -> Tensor",
+    " Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
 )

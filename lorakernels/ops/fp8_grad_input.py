@@ -120,7 +120,7 @@ def check(
 ) -> None:
     """ValueError if the slot or a mask that is handed over does not fit."""
     device = dy.data.device
-    checks.slot(dropout, device)
+    checks.mask(dropout, dy.data.shape[0], device)
     checks.dropped(dropout, dy.data.shape[0], weight.data.shape[1], device)
     check_segments("lora_A", lora_A, dy.data.shape[0])
 
@@ -363,7 +363,7 @@ fp8_grad_input = define(
     ),
     "(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv, Tensor? weight_t,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
-    " SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
+    " SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
 )
 
 

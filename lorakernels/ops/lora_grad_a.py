@@ -63,8 +63,8 @@ def check(
     """ValueError if the slot, a mask that has been drawn already, the scales of blocks, or J do not fit."""
     if adapters < 0 or (adapters and ds.shape[0] % adapters):
         raise ValueError(f"adapters must be 0 or divide the {ds.shape[0]} rows, found {adapters}")
-    checks.slot(dropout, x.data.device)
     (rows, cols), scale_inv = x.data.shape, x.scale_inv
+    checks.mask(dropout, rows, x.data.device)
     checks.dropped(dropout, rows, cols, x.data.device)
     if scale_inv is not None and in_blocks(x) and scale_inv.shape != (blocks_of(cols), rows):
         expected = [blocks_of(cols), rows]
@@ -206,5 +206,5 @@ lora_grad_a = define(
         chosen,
     ),
     "(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
-    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None) -> Tensor",
+    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
 )

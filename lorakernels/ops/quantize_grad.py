@@ -188,7 +188,7 @@ def check_and_mask(
 ) -> None:
     """ValueError if projections side by side or the slot do not fit."""
     check(dy, up, scaling, fp8_dtype, side)
-    checks.slot(dropout, dy.device)
+    checks.mask(dropout, dy.shape[0], dy.device)
 
 
 def why_not_csrc_kernel(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
@@ -491,5 +491,5 @@ quantize_grad_and_mask = define(
     ),
     "(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed, float scaling,"
     " ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0, SymInt col0=0,"
-    " SymInt[]? rows=None, SymInt[]? ranks=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " SymInt[]? rows=None, SymInt[]? ranks=None, SymInt[] chunks=[]) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )

@@ -61,7 +61,7 @@ def check(
     x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
 ) -> None:
     """ValueError if the slot or lora_A does not fit."""
-    checks.slot(dropout, x.device)
+    checks.mask(dropout, x.shape[0], x.device)
     if lora_A is not None and (lora_A.dim() not in (2, 3) or lora_A.shape[-1:] != x.shape[1:]):
         raise ValueError(
             f"lora_A must be [R, {x.shape[1]}] or [J, R, {x.shape[1]}], found {list(lora_A.shape)}"
@@ -191,5 +191,5 @@ quantize_lora_down = define(
         chosen,
     ),
     "(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot, float p, SymInt site,"
-    " SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor, Tensor)",
+    " SymInt row0=0, SymInt col0=0, SymInt[] chunks=[]) -> (Tensor, Tensor, Tensor)",
 )

@@ -34,7 +34,7 @@ _BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv", "t": "{}_t"}
 _VALUES = (Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight)
 # What the flat arguments are where an optional value is None.
 _ABSENT: dict[type, tuple[Any, ...]] = {
-    Dropout: (None, 0.0, 0, 0, 0, None),
+    Dropout: (None, 0.0, 0, 0, 0, None, ()),
     Scaling: (None, 0, False),
     SideBySide: (None, None),
     Up: (None, None, 0.0),
@@ -196,10 +196,11 @@ def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, st
             found.append(parameter)
             continue
         known = {name: _flat_name(parameter, name, names) for name in kind._fields}
-        given = [
-            argument if argument in flat else repr(kind._field_defaults[name])
-            for name, argument in known.items()
-        ]
+        given = []
+        for name, argument in known.items():
+            default = kind._field_defaults.get(name)
+            as_it_is = f"tuple({argument})" if default == () else argument  # torch makes lists
+            given.append(as_it_is if argument in flat else repr(default))
         made = f"new({kind.__name__}, ({', '.join(given)},))"
         found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
     return found

@@ -26,7 +26,7 @@ from lorakernels.modules.projections import frozen_layers, share_state
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 from lorakernels.parallel.context_check import OF_MODULE, fingerprint, objection
-from lorakernels.parallel.context_rows import FirstRows, check_places
+from lorakernels.parallel.context_rows import OwnChunks, check_places
 from lorakernels.parallel.head import IGNORE, sum_of_losses
 from lorakernels.parallel.known_tokens import refuse_unknown, vocabulary_of
 from lorakernels.parallel.layers import decoder_layers
@@ -322,7 +322,7 @@ class ContextParallel:
         model: Any = self.model
         contexts: dict[str, ContextAttention] = {}
         adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
-        first_rows = FirstRows(adapters, self.ranks.rank)
+        own_chunks = OwnChunks(adapters, self.ranks)
         _register()
         self._put(model, _OF_MODEL, self)
         for layer in layers.values():
@@ -331,11 +331,14 @@ class ContextParallel:
             if parts is not None:
                 wanted = parts.attention
             context = contexts.setdefault(
-                wanted, ContextAttention(self.ranks, wanted, first_rows.of)
+                wanted, ContextAttention(self.ranks, wanted, own_chunks.of)
             )
             self._put(module, OF_MODULE, context)
             if parts is not None:
-                self._put(parts, "context", context)
+                self._put(parts, "context", context)  # which says the rows by itself
+            elif adapters:
+                hook = module.register_forward_pre_hook(own_chunks.before, with_kwargs=True)
+                self._hooks.append(hook)
         for module in (m for m in model.modules() if m._parameters):
             self._put(module, ROWS_OVER_RANKS, True)
         config = model.config.get_text_config()
@@ -344,12 +347,13 @@ class ContextParallel:
         states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
         for state in states.values():
             self._put(state, "shared_over", (*state.shared_over, self.ranks.group))
-        fused = [layer for layer in layers.values() if isinstance(layer, FusedDecoderLayer)]
-        inside = {id(m) for layer in fused for m in layer.modules()}  # a fused layer asks by itself
-        for module in adapters:
-            self._put(module, "row0", module.row0)
-            if id(module) not in inside:
-                self._hooks.append(module.register_forward_pre_hook(first_rows.before))
+        inside = {id(m) for layer in layers.values() for m in layer.modules()}
+        for adapter in adapters:
+            self._put(adapter, "chunks", adapter.chunks)
+            self._put(adapter, "row0", 0)
+            if id(adapter) not in inside:
+                hook = adapter.register_forward_pre_hook(own_chunks.before, with_kwargs=True)
+                self._hooks.append(hook)
         self._hooks += [
             model.register_forward_pre_hook(self._before_model, with_kwargs=True),
             model.base_model.register_forward_pre_hook(self._before_rows, with_kwargs=True),
@@ -390,7 +394,7 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     """Collective: let the ranks of `mesh` share the model's rows, each with some of every row's tokens.
 
     Every rank has the same model, its frozen base whole or sharded over the same ranks. Keys and values of a layer are
-    gathered while it runs. Masks of dropout are those of one process whose rows are the ranks' tokens, by rank.
+    gathered while it runs. A token's masks of dropout are those that one process draws for it.
 
     Args:
         model: a causal language model of transformers of a family that `fuse` knows, fused or not, or after

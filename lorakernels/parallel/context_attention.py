@@ -126,7 +126,7 @@ class ContextAttention:
 
     Attributes:
         size: the number of ranks.
-        begin: called with the number of a rank's tokens before a fused layer runs.
+        begin: called with the number of a rank's tokens of a row before a fused layer runs.
         chosen: {(dtype, D, whether each row is one document, whether algorithms are deterministic): the backend that
             runs}.
     """

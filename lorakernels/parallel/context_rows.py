@@ -13,33 +13,33 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks
 from lorakernels.parallel.known_tokens import unknown
-from lorakernels.parallel.tensor_layers import OWN_ROWS, ColumnPart
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.values import RowChunks
 
 
-class FirstRows:
-    """Gives adapters their `row0` by the tokens that come: a rank's masks lie behind those of the ranks before it.
+class OwnChunks:
+    """Gives adapters their `chunks` by the rows that come, so that a token has the mask that one process draws for it.
 
     It is asked wherever a layer runs, and so in a recomputation too, which may follow a forward of other rows.
     """
 
-    def __init__(self, adapters: Sequence[LoRALinear], rank: int) -> None:
-        self._adapters, self._rank, self._tokens = [*adapters], rank, 0
+    def __init__(self, adapters: Sequence[LoRALinear], ranks: Ranks) -> None:
+        self._adapters, self._rank, self._ranks, self._own = [*adapters], ranks.rank, ranks.size, 0
 
-    def of(self, tokens: int) -> None:
-        """The rank has `tokens` tokens in the call that begins."""
-        if tokens != self._tokens:
+    def of(self, own: int) -> None:
+        """The rank has `own` tokens of each row in the call that begins."""
+        if own != self._own:
             for adapter in self._adapters:
-                adapter.row0 = tokens * self._rank
-            self._tokens = tokens
+                adapter.chunks = RowChunks(self._rank, self._ranks, own // 2)
+            self._own = own
 
-    def before(self, adapter: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """A forward_pre_hook of an adapter, which may be split by tensor parallelism as well."""
-        x: Tensor = getattr(args[0], OWN_ROWS, args[0])
-        spread = 1
-        if isinstance(adapter, ColumnPart) and adapter.ranks.sequence:
-            spread = adapter.ranks.size
-        self.of(x.shape[:-1].numel() * spread)
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward_pre_hook of a module whose input has a row's tokens in dimension 1.
+
+        Tensor parallelism gives an attention module a stand-in of that shape (tensor_rows.py).
+        """
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        self.of(x.shape[1])
 
 
 def check_places(

@@ -29,7 +29,7 @@ class Numbers:
         state: its FP8 state.
         column_x, column_dy: the columns of x and dy in that state.
         site: the dropout site.
-        row0: the first row of x in the tensor that the mask is drawn for.
+        row0, chunks: where x's rows lie in the tensor that the mask is drawn for (`values.Dropout`).
         scaling, p: the adapter's scaling and dropout probability.
         blocks: the recipe of a base with a scale for each block; None over any other.
         made: a cache of values that ops derive from the numbers.
@@ -41,6 +41,7 @@ class Numbers:
     column_dy: int
     site: int = 0
     row0: int = 0
+    chunks: tuple[int, ...] = ()
     scaling: float = 1.0
     p: float = 0.0
     blocks: BlockScaling | None = None

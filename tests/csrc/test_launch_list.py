@@ -19,7 +19,7 @@ from tests.kernels.bindings import call, names_of
 from tests.kernels.recording import recording, symbolic
 
 STUBS = Path(_C.__file__).with_name("_C.pyi")
-DROPOUT = {"site": 0, "p": 0.1, "row0": 3, "col0": 8}
+DROPOUT = {"site": 0, "p": 0.1, "row0": 3, "col0": 8, "chunks": (1, 2, 5)}
 GEMM = {
     "rows": 64,
     "cols": 256,
@@ -117,7 +117,7 @@ def one_transpose(out: int, in_: int) -> None:
 
 
 def bits(out: int, slot: int, site: int) -> None:
-    _C.dropped_bits(out, (8, 8), (slot, 1e-3, site, 0, 0, None), (0, -1))
+    _C.dropped_bits(out, (8, 8), (slot, 1e-3, site, 0, 0, None, ()), (0, -1))
 
 
 def test_every_function_that_launches_has_a_case() -> None:
@@ -158,7 +158,7 @@ def test_launches_keep_their_order_and_their_sites() -> None:
     with recording() as launches:
         bits(symbolic(0), symbolic(1), 1)
         one_transpose(symbolic(2), symbolic(0))
-        _C.dropout_mask(symbolic(0), (8, 8), (symbolic(1), 0.5, 0, 0, 0, None), (0, -1))
+        _C.dropout_mask(symbolic(0), (8, 8), (symbolic(1), 0.5, 0, 0, 0, None, ()), (0, -1))
     launches.place([(0, 0), (1, 64), (0, 1024)], [True, False])
     assert len(launches) == 3
     for base, sites in ((1 << 30, (5, 2**32 - 1)), (1 << 31, (0, 1))):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model whose rows are cut over ranks, beside one process with the same tokens in the ranks' order."""
+"""A small model whose rows are cut over ranks, beside one process with whole rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from lorakernels.parallel import (
     parallelize,
     shard_base,
 )
-from lorakernels.parallel.context_attention import Chunks
 from lorakernels.train.loss import changed
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import gradients_at
@@ -92,30 +91,25 @@ def positions() -> Tensor:
     return (at - starts[torch.searchsorted(starts, at, right=True) - 1]).view(ROWS, LENGTH)
 
 
-def loss_alone(model: nn.Module, tokens: Tensor, labels: Tensor, way: Way, ranks: int) -> Tensor:
-    """The loss in one process: one row of all tokens in the ranks' order, apart by a mask."""
-    each = Chunks(0, ranks, LENGTH // (2 * ranks))
-
-    def ordered(x: Tensor) -> Tensor:
-        return each.by_rank(x).flatten(0, 1)[None]
-
+def loss_alone(model: nn.Module, tokens: Tensor, labels: Tensor, way: Way) -> Tensor:
+    """The loss in one process, whose documents are apart by a mask."""
     shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-    at = ordered(torch.arange(ROWS * LENGTH).view(ROWS, LENGTH))[0]
     starts = DOCUMENTS if way.documents else [*range(0, ROWS * LENGTH + 1, LENGTH)]
-    mask = visible(starts, ROWS, LENGTH)[at][:, at][None, None].to(tokens.device)
+    each = visible(starts, ROWS, LENGTH).view(ROWS, LENGTH, ROWS, LENGTH)
+    mask = torch.stack([each[row, :, row] for row in range(ROWS)])[:, None]
     where = positions() if way.documents else torch.arange(LENGTH).repeat(ROWS, 1)
     base: Any = model.base_model
     hidden = base(
-        input_ids=ordered(tokens),
-        position_ids=ordered(where).to(tokens.device),
-        attention_mask=mask,
+        input_ids=tokens,
+        position_ids=where.to(tokens.device),
+        attention_mask=mask.to(tokens.device),
         use_cache=False,
     ).last_hidden_state
-    logits = model.get_output_embeddings()(hidden)[0]
+    logits = model.get_output_embeddings()(hidden)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     config: Any = model.config
     logits = changed(logits, change_of_logits(config))
-    return nn.functional.cross_entropy(logits, ordered(shifted)[0])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), shifted.flatten())
 
 
 def loss_over_ranks(context: ContextParallel, tokens: Tensor, labels: Tensor, way: Way) -> Tensor:
@@ -127,9 +121,7 @@ def loss_over_ranks(context: ContextParallel, tokens: Tensor, labels: Tensor, wa
     return context.loss(labels, **inputs)
 
 
-def train(
-    model: nn.Module, way: Way, device: torch.device, ranks: int, context: Any, split: Any = None
-) -> Any:
+def train(model: nn.Module, way: Way, device: torch.device, context: Any, split: Any = None) -> Any:
     """[(values before, {"loss" and gradients})] of each step of plain descent."""
     torch.manual_seed(9)
     found = []
@@ -138,7 +130,7 @@ def train(
         model.zero_grad()
         tokens, labels = batch(step, device)
         if context is None:
-            loss = loss_alone(model, tokens, labels, way, ranks)
+            loss = loss_alone(model, tokens, labels, way)
         else:
             loss = loss_over_ranks(context, tokens, labels, way)
         loss.backward()
@@ -161,7 +153,6 @@ def train(
 
 def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     """Differences from one process and, without dropout and FP8, from float64; what is not equal on all ranks."""
-    ranks = mesh["cp"].size()
     whole, model = make(way, device), make(way, device)
     double = None if way.fp8 or way.blocks or way.dropout else exact(copy.deepcopy(whole))
     if way.fused:
@@ -172,8 +163,8 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
     if way.vocabulary is not None:
         split = parallelize(model, mesh["tp"], vocabulary=way.vocabulary)
     context = context_parallel(model, mesh["cp"])
-    expected = train(whole, way, device, ranks, None)
-    found = train(model, way, device, ranks, context, split)
+    expected = train(whole, way, device, None)
+    found = train(model, way, device, context, split)
     context.check()
     errors: dict[str, float] = {}
     for step, ((_, theirs), (values, ours)) in enumerate(zip(expected, found, strict=True)):
@@ -181,7 +172,7 @@ def compare(device: torch.device, way: Way, mesh: Any) -> dict[str, Any]:
         for name, value in ours.items():
             errors[f"{name} in step {step}"] = relative(value, theirs[name])
         if double is not None:
-            loss = partial(loss_alone, double, *batch(step, torch.device("cpu")), way, ranks)
+            loss = partial(loss_alone, double, *batch(step, torch.device("cpu")), way)
             for name, value in gradients_at(double, values, loss).items():
                 errors[f"{name} in step {step}, float64"] = relative(ours[name].cpu(), value)
     held = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}

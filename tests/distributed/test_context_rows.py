@@ -307,7 +307,7 @@ def copied(rank: int, device: torch.device, fused: bool) -> list[bool]:
     first, second = steps(context), steps(theirs)
     same = all(map(torch.equal, first, second))
     theirs.close()
-    rows = an_adapter(twin).row0, an_adapter(model).row0
+    rows = an_adapter(twin).chunks, an_adapter(model).chunks
     shared = fp8_state(twin).shared_over, len(fp8_state(model).shared_over)
     whole = [twin.eval(), alone.eval()]
     logits = [each(tokens).logits for each in whole]
@@ -315,7 +315,7 @@ def copied(rank: int, device: torch.device, fused: bool) -> list[bool]:
     return [
         same,
         untouched == [None] * len(untouched),
-        rows == (0, 16 * rank),
+        rows == ((), (rank, 2, LENGTH // 4)),
         shared == ((), 1),
         ContextParallel.of(twin) is None and ContextParallel.of(model) is context,
         torch.equal(*logits),

@@ -29,7 +29,7 @@ from lorakernels.parallel import (
     pipeline_parallel,
 )
 from lorakernels.parallel import pipeline_stages as stages
-from lorakernels.parallel.context_rows import FirstRows
+from lorakernels.parallel.context_rows import OwnChunks
 from lorakernels.parallel.pipeline_stages import microbatches_of, shifted
 from tests.distributed.pipeline_models import (
     LENGTH,
@@ -208,14 +208,14 @@ def gradients_of_one_rank() -> Any:
 
 
 def masks_of_the_first_rank() -> Any:
-    """Masks of a stage's adapters do not lie behind those of the ranks before."""
-    right = FirstRows.of
+    """Masks of a stage's adapters are those of the first tokens of all rows."""
+    right = OwnChunks.of
 
-    def wrong(self: FirstRows, tokens: int) -> None:
+    def wrong(self: OwnChunks, own: int) -> None:
         if len(self._adapters) == 4 * len(LINEARS):  # of the model without stages
-            right(self, tokens)
+            right(self, own)
 
-    return patch.object(FirstRows, "of", wrong)
+    return patch.object(OwnChunks, "of", wrong)
 
 
 def scales_of_one_rank() -> Any:

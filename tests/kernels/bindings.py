@@ -8,7 +8,7 @@ from typing import Any
 
 from lorakernels import _C
 
-DROPOUT = ("slot", "p", "site", "row0", "col0", "dropped")
+DROPOUT = ("slot", "p", "site", "row0", "col0", "dropped", "chunks")
 WHERE, SIZES, RANK = ("stream", "device"), ("rows", "cols"), ("rows", "cols", "rank")
 SCALE, WEIGHT = ("amax", "kept", "partials"), ("weight", "weight_scale_inv", "weight_t")
 GROUPED = ("weight", "weight_scale_inv", "group_of", "groups")

@@ -20,6 +20,7 @@ from lorakernels import (
     group_projections,
 )
 from lorakernels.config import Recipe
+from lorakernels.parallel.context_attention import Chunks
 from tests.fusion.fused_models import model_of
 
 SPLIT = 32
@@ -69,9 +70,9 @@ def adapters(model: nn.Module) -> list[LoRALinear]:
     return [m for m in model.modules() if isinstance(m, LoRALinear)]
 
 
-def run(model: nn.Module, x: Tensor, row0: int) -> dict[str, Tensor]:
+def run(model: nn.Module, x: Tensor, row0: int, chunks: tuple[int, ...] = ()) -> dict[str, Tensor]:
     for adapter in adapters(model):
-        adapter.row0 = row0
+        adapter.row0, adapter.chunks = row0, chunks
     torch.manual_seed(5)  # nonces
     x = x.clone().requires_grad_()
     y = model(x)
@@ -98,11 +99,24 @@ def test_parts_of_the_rows_have_the_masks_of_all(
         torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-5)
     without = run(model, x[SPLIT:], 0)
     assert not torch.allclose(without["y"], whole["y"][SPLIT:], rtol=0.01)
+    for rank in (1, 0, 1):  # of two, which share two rows of tokens
+        chunks = Chunks(rank, 2, SPLIT // 4)
+
+        def own(rows: Tensor, chunks: Chunks = chunks) -> Tensor:
+            return chunks.own(rows.unflatten(0, (2, SPLIT))).flatten(0, 1)
+
+        part = run(model, own(x), 0, chunks)
+        half = run(model, own(x)[5:], 5, chunks)
+        for name, value in whole.items():
+            torch.testing.assert_close(part[name], own(value), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(half[name], own(value)[5:], rtol=1e-5, atol=1e-5)
+        without = run(model, own(x), 0)
+        assert not torch.allclose(without["y"], part["y"], rtol=0.01)
 
 
 @pytest.mark.parametrize("fp8", [None, BlockScaling()], ids=["plain", "blocks"])
 def test_a_fused_layer_draws_from_its_first_row(fp8: Recipe | None, device: torch.device) -> None:
-    """As the layer unfused, whose masks are those of the test above; then from another row.
+    """As the layer unfused, whose masks are those of the test above; then from another row, and of chunks.
 
     Over blocks one rounding of fp32 may turn some of FP8's, of few elements. Other masks change logits by more.
     """
@@ -121,11 +135,11 @@ def test_a_fused_layer_draws_from_its_first_row(fp8: Recipe | None, device: torc
         models.append(model.train())
     tokens = torch.randint(64, (1, 12), device=device)
     found = []
-    for row0 in (7, 0, 7):
+    for row0, chunks in ((7, ()), (0, ()), (7, ()), (0, (1, 3, 3))):
         logits = []
         for model in models:
             for adapter in adapters(model):
-                adapter.row0 = row0
+                adapter.row0, adapter.chunks = row0, chunks
             torch.manual_seed(5)
             logits.append(model(tokens, use_cache=False).logits)
         if fp8 is None:
@@ -133,4 +147,5 @@ def test_a_fused_layer_draws_from_its_first_row(fp8: Recipe | None, device: torc
         assert (logits[1] - logits[0]).norm() < 0.01 * logits[0].norm()
         found.append(logits[1])
     assert torch.equal(found[0], found[2])
-    assert (found[1] - found[0]).norm() > 0.05 * found[0].norm()
+    for other in (found[0], found[3]):
+        assert (found[1] - other).norm() > 0.05 * other.norm()

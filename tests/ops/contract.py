@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lorakernels.numerics.fp8 import quantize, scale_that_tells
+from lorakernels.numerics.dropout import drops
 from lorakernels.ops import Dropout, Groups, Scaled, Scaling, Weight
 from lorakernels.ops.register import Op
+from lorakernels.values import RowChunks
 
 BF16, FP16, FP32, UINT8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -102,6 +104,18 @@ class Case(NamedTuple):
 
     def arguments(self, device: torch.device | str, rows: int | None = None) -> Arguments:
         return self.make(Made(device, self.rows if rows is None else rows))
+
+
+def over_chunks(arguments: Arguments, chunks: RowChunks, row0: int = 5) -> Arguments:
+    """`arguments` of a rank with chunks of rows; () where no element is dropped, or a mask is drawn already."""
+
+    def of(x: Any) -> Any:
+        return x._replace(chunks=chunks, row0=row0) if isinstance(x, Dropout) else x
+
+    masks = [x for x in arguments if isinstance(x, Dropout)]
+    if not any(drops(x) and x.dropped is None for x in masks):
+        return ()
+    return tuple(map(of, arguments))
 
 
 class Call(NamedTuple):

@@ -36,7 +36,7 @@ VALID = {
     **{"dx": 0, "dy8": 0, "weight": 0, "weight_t": 0},
     **dict.fromkeys(("dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
     **{"rows": 1, "cols": 8, "depth": 16, "rank": 3},
-    **{"slot": 0, "site": 0, "p": 0.0, "row0": 0, "col0": 0, "dropped": 0},
+    **{"slot": 0, "site": 0, "p": 0.0, "row0": 0, "col0": 0, "dropped": 0, "chunks": ()},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
     **{"tile_rows": 128, "tile_cols": 128, "multiprocessors": 132, "stream": 0, "device": -1},
     "segment_rows": 0,

@@ -232,6 +232,7 @@ CALL = {
     "row0": 0,
     "col0": 0,
     "dropped": 0,
+    "chunks": (),
     "stream": 0,
     "device": -1,
 }

@@ -17,11 +17,11 @@ SCHEMAS = (
     "amax_and_scale_update(Tensor(a0!) forward, Tensor(a1!) backward, Tensor? current, bool gated,"
     " float fp8_max_forward, float fp8_max_backward, SymInt margin, bool most_recent) -> ()",
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor? residual, Tensor? slot, float p, SymInt site, SymInt row0=0,"
-    " SymInt col0=0) -> Tensor",
+    " SymInt col0=0, SymInt[] chunks=[]) -> Tensor",
     "bias_dropout_add_(Tensor x, Tensor? bias, Tensor(a2!) residual, Tensor? slot, float p, SymInt site,"
-    " SymInt row0=0, SymInt col0=0) -> ()",
+    " SymInt row0=0, SymInt col0=0, SymInt[] chunks=[]) -> ()",
     "bias_dropout_add_backward(Tensor dout, Tensor? slot, float p, SymInt site, ScalarType? bias_dtype,"
-    " SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor)",
+    " SymInt row0=0, SymInt col0=0, SymInt[] chunks=[]) -> (Tensor, Tensor)",
     "block_diagonal(Tensor[] blocks, SymInt[] rows, SymInt[] ranks, Tensor factors, bool compact=False)"
     " -> (Tensor, Tensor)",
     "block_diagonal_parts(Tensor matrix, SymInt[] rows, SymInt[] ranks, Tensor factors, bool compact=False)"
@@ -33,13 +33,13 @@ SCHEMAS = (
     "expert_sum_backward(Tensor dout, Tensor y, Tensor place, Tensor weights) -> (Tensor, Tensor)",
     "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
-    " SymInt col0=0, Tensor? dropped=None) -> Tensor",
+    " SymInt col0=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "fp8_block_linear(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s,"
     " Tensor? lora_B, float scaling, ScalarType out_dtype, Tensor? residual=None, SymInt[]? rows=None,"
     " SymInt[]? ranks=None) -> Tensor",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? weight_t, Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
-    " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None) -> Tensor",
+    " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "fp8_linear_lora(Tensor x, Tensor? x_scale_inv, Tensor weight, Tensor? weight_scale_inv, Tensor? bias, Tensor? s,"
     " Tensor? lora_B, float scaling, ScalarType out_dtype, bool split=False, Tensor? residual=None,"
     " SymInt[]? rows=None, SymInt[]? ranks=None) -> Tensor",
@@ -56,16 +56,17 @@ SCHEMAS = (
     "grouped_quantize_lora_down(Tensor x, Tensor rows, Tensor group_of, Tensor starts, Tensor ends, Tensor? lora_A,"
     " Tensor(a6!) state, SymInt column, bool delayed) -> (Tensor, Tensor, Tensor)",
     "lora_grad_a(Tensor ds, Tensor x, Tensor? x_scale_inv, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
-    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None) -> Tensor",
+    " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
     "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
     " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     "quantize_grad_and_mask(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
     " float scaling, ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0,"
-    " SymInt col0=0, SymInt[]? rows=None, SymInt[]? ranks=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " SymInt col0=0, SymInt[]? rows=None, SymInt[]? ranks=None, SymInt[] chunks=[])"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "quantize_lora_down(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot,"
-    " float p, SymInt site, SymInt row0=0, SymInt col0=0) -> (Tensor, Tensor, Tensor)",
+    " float p, SymInt site, SymInt row0=0, SymInt col0=0, SymInt[] chunks=[]) -> (Tensor, Tensor, Tensor)",
     "rms_norm_backward(Tensor dnormed, Tensor x, Tensor weight, Tensor rstd, Tensor? dresidual, bool weight_grad)"
     " -> (Tensor, Tensor)",
     "rms_norm_quantize(Tensor x, Tensor weight, float eps, Tensor(a3!)? state, SymInt column, bool delayed, bool keep,"

@@ -100,6 +100,6 @@ def test_the_binding_refuses(change: dict[str, int], message: str) -> None:
     arguments |= {"rows": 4, "cols": 8, "rank": 16, "scaling": 1.0, "projections": ()}
     arguments |= {"dtype": "bfloat16", "b_dtype": "bfloat16", "format": "e5m2", "fp8_max": 57344.0}
     arguments |= {"dropped": 16, "dropped_cols": 8, "slot": 16, "site": 0, "p": 0.1}
-    arguments |= {"row0": 0, "col0": 0, "stream": 0, "device": 0} | change
+    arguments |= {"row0": 0, "col0": 0, "chunks": (), "stream": 0, "device": 0} | change
     with pytest.raises(ValueError, match=message):
         call("quantize_grad", arguments)

@@ -56,6 +56,7 @@ CHANGES: dict[str, Change] = {
     "scaling": lambda m: setattr(m, "scaling", 3.0),
     "site": lambda m: setattr(m, "site", 9),
     "row0": lambda m: setattr(m, "row0", 64),
+    "chunks": lambda m: setattr(m, "chunks", (1, 2, 8)),
     "p": lambda m: setattr(m, "lora_dropout", 0.4),
     "no dropout": lambda m: setattr(m, "lora_dropout", 0.0),
     "eval": lambda m: m.eval(),

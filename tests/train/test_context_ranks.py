@@ -30,6 +30,7 @@ FORMS = {
     "plain": PLAIN,
     "whole rows": [*PLAIN, "--no-isolate-documents", "--fuse"],
     "checkpointed": [*PLAIN, "--gradient-checkpointing"],
+    "dropout": ["--no-fp8", "--lora-dropout", "0.3"],
 }
 FP8 = ["--fuse", "--save", "checkpoint", "--lora-dropout", "0.1"]
 
@@ -76,9 +77,9 @@ def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str)
 def test_fp8_over_a_sharded_base_is_close_to_one_process(
     cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
 ) -> None:
-    """Other masks, and other scales in the first step."""
+    """Other scales in the first step, and in evaluations. AdamW takes steps of one size of what follows."""
     assert cli(*run, *FP8, "--output", tmp_path / "one") == 0
-    np.testing.assert_allclose(losses(two_ranks / "sharded"), losses(tmp_path / "one"), rtol=2e-2)
+    np.testing.assert_allclose(losses(two_ranks / "sharded"), losses(tmp_path / "one"), rtol=4e-3)
 
 
 def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(

@@ -25,13 +25,12 @@ from tests.train.test_ranks import losses, on_ranks
 Cli = Callable[..., int]
 CP, PP = ["--cp", 2], ["--pp", 2]
 BOTH = [*CP, *PP]
-NO_MASKS = ["--lora-dropout", "0"]
 # of which one process has the losses
 FORMS = {
-    "plain": ["--no-fp8", *NO_MASKS],
-    "LoRA+": ["--no-fp8", *NO_MASKS, "--loraplus-lr-ratio", "4", "--optim", "adamw_torch"],
+    "plain": ["--no-fp8"],
+    "LoRA+": ["--no-fp8", "--loraplus-lr-ratio", "4", "--optim", "adamw_torch"],
 }
-# of which two ranks that share rows have the masks, and scales in the first step
+# of which two ranks that share rows have the scales in the first step
 OF_ROWS = {
     "whole rows": ["--no-fp8", "--no-isolate-documents", "--fuse", "--load-best-model-at-end"],
     "FP8": ["--fuse", "--save", "checkpoint"],
@@ -175,8 +174,8 @@ def test_replayed_stages_of_shared_rows_train_as_eager_ones(run: list[Any], tmp_
 
 
 def test_two_replicas_of_two_stages_of_shared_rows(run: list[Any], tmp_path: Path) -> None:
-    """Each replica has rows of its own, which one replica has in more microbatches."""
-    form = [*FORMS["plain"], *BOTH, "--steps", 2]
+    """Each replica has rows and masks of its own, and one replica has these rows in more microbatches."""
+    form = [*FORMS["plain"], *BOTH, "--lora-dropout", "0", "--steps", 2]
     on_ranks([[*run, *form, "--grad-accum", 4, "--output", tmp_path / "one"]], tmp_path, size=4)
     on_ranks([[*run, *form, "--grad-accum", 2, "--output", tmp_path / "two"]], tmp_path, size=8)
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=2e-5)
@@ -200,8 +199,8 @@ def test_ranks_that_do_not_divide_are_refused() -> None:
 def test_four_gpus_with_stages_of_shared_rows_are_one(
     how: list[str], cli: Cli, gpu_run: list[Any], tmp_path: Path
 ) -> None:
-    """NCCL, fused layers and FP8, in bf16: roundings of bf16, and of FP8 that turn after them. Masks would differ."""
-    run = [*gpu_run, *NO_MASKS, "--lr", "1e-3", "--steps", 12]
+    """NCCL, fused layers and FP8, in bf16: roundings of bf16, and of FP8 that turn after them."""
+    run = [*gpu_run, "--lr", "1e-3", "--steps", 12]
     assert cli(*run, "--output", tmp_path / "one") == 0
     on_ranks([[*run, *how, *BOTH, "--output", tmp_path / "four"]], tmp_path, size=4)
     assert records(tmp_path / "four")[-1]["replayed"] == bool(how)

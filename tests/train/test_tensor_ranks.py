@@ -234,7 +234,7 @@ def test_two_replicas_of_two_parts_keep_one_base(run: list[Any], tmp_path: Path)
 
 
 def test_parts_of_layers_and_of_rows(run: list[Any], tmp_path: Path) -> None:
-    """Two times two ranks are two that share rows alone, with their masks and scales."""
+    """Two times two ranks are two that share rows alone, with their scales."""
     form = ["--fuse", "--cp", 2]
     on_ranks([[*run, *form, "--output", tmp_path / "two"]], tmp_path)
     on_ranks([[*run, *form, "--tp", 2, "--output", tmp_path / "four"]], tmp_path, size=4)

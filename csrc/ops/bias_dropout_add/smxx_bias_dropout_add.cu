@@ -111,11 +111,12 @@ struct Columns {
 template <bool kDropout>
 struct Dropout {
   uint64_t key = 0, offset = 0;
-  uint32_t site, threshold, first_row;
+  uint32_t site, threshold;
+  RowsOfTensor rows;
   float scale;
 
   __device__ explicit Dropout(const DropoutParams& params)
-      : site(params.site), threshold(params.threshold), first_row(params.first_row) {
+      : site(params.site), threshold(params.threshold), rows(params.rows) {
     if constexpr (kDropout) {
       key = static_cast<uint64_t>(params.slot[0]);
       offset = static_cast<uint64_t>(params.slot[1]);
@@ -126,7 +127,13 @@ struct Dropout {
   // The draws of rows `row`, row + step, … of a column group.
   template <int kRows>
   __device__ void draw(PhiloxDraw (&draws)[kRows], uint32_t row, uint32_t step, uint32_t group) const {
-    if constexpr (kDropout) dropout_draws(draws, first_row + row, step, group, key, offset, site);
+    if constexpr (kDropout) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        draws[i] = {{rows(row + i * step), group, static_cast<uint32_t>(offset), site}};
+      }
+      philox4x32_10(draws, static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32));
+    }
   }
 
   // mask ⊙ value / (1 − p). The product is rounded before anything is added, as in reference_layer.py.

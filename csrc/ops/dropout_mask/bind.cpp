@@ -12,8 +12,9 @@ namespace {
 void dropout_mask(Address out, const Sizes& sizes, const Dropout& dropout, const Where& where) {
   const auto [rows, cols] = sizes;
   check_sizes("dropout_mask", {{"rows", rows}, {"cols", cols}});
-  const auto [slot, site, threshold, first_row, first_col] = params_of(dropout);
-  const DropoutMaskParams params{out.as<uint8_t>(), slot, rows, cols, site, threshold, first_row, first_col};
+  const DropoutParams draw = params_of(dropout);
+  const DropoutMaskParams params{out.as<uint8_t>(), draw.slot,      rows,      cols,
+                                 draw.site,         draw.threshold, draw.rows, draw.first_col};
   submit("dropout_mask", params, &launch_dropout_mask, where.stream, where.device);
 }
 

@@ -15,8 +15,8 @@ struct DropoutMaskParams {
   int64_t cols;         // elements
   uint32_t site;        // stream id
   uint32_t threshold;   // of 65536
-  uint32_t first_row;   // where out[0][0] lies in the logical tensor
-  uint32_t first_col;
+  RowsOfTensor mapped;  // where rows lie in the logical tensor
+  uint32_t first_col;   // where column 0 does
 };
 
 // Visits what a LaunchList replaces (host/launch_list.h).

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMas
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < params.rows * groups; i += step) {
     const int64_t row = i / groups, group = i % groups;
     const PhiloxDraw draw =
-        dropout_draw(params.first_row + static_cast<uint32_t>(row),
+        dropout_draw(params.mapped(static_cast<uint32_t>(row)),
                      params.first_col / kDropoutLanesPerDraw + static_cast<uint32_t>(group), key, offset, params.site);
     uint64_t bytes = 0;
 #pragma unroll
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) dropout_mask_kernel(const DropoutMas
   }
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     dropped_bits_kernel(const DropoutParams dropout, uint32_t* dropped, int64_t rows, int64_t cols) {
   __shared__ uint32_t drawn;
   if (threadIdx.x == 0) drawn = 0;

@@ -139,17 +139,18 @@ struct Helper {
     const DropoutParams& dropout = params.dropout;
     const uint64_t seed = dropout.slot[0];
     const auto offset = static_cast<uint32_t>(dropout.slot[1]);
-    const uint32_t row = dropout.first_row + row0, group = (dropout.first_col + col0) / kDropoutLanesPerDraw;
+    const uint32_t group = (dropout.first_col + col0) / kDropoutLanesPerDraw;
     const uint32_t two_thresholds = dropout.threshold * 0x00010001u;
 #pragma unroll 1
     for (int i = thread(); i < Tile::kRows * kWords; i += kHelpers) {
+      const uint32_t row = dropout.rows(row0 + i / kWords);
       uint32_t bits = 0;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         PhiloxDraw draw[2];
 #pragma unroll
         for (int g = 0; g < 2; ++g) {
-          draw[g] = {{row + i / kWords, group + i % kWords * 4 + half * 2 + g, offset, dropout.site}};
+          draw[g] = {{row, group + i % kWords * 4 + half * 2 + g, offset, dropout.site}};
         }
         philox4x32_10(draw, static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
         bits += (dropped(draw[0], two_thresholds) + (dropped(draw[1], two_thresholds) << dropped_shift(1)))

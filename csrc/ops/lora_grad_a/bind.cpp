@@ -68,20 +68,11 @@ void lora_grad_a(const Out& out, const Rows& ds, const Factors& x, const RankSiz
   check_shape(rows, cols, rank);
   check_layout(out.dA.value | out.partial.value | ds.data.value | x.data.value | dropped.value, cols, ds.pitch,
                draw.first_col, x.scale_inv.value != 0);
-  const LoraGradAParams params{out.dA.as<void>(),
-                               out.partial.as<float>(),
-                               ds.data.as<const void>(),
-                               x.data.as<const void>(),
-                               x.scale_inv.as<const float>(),
-                               rows,
-                               cols,
-                               rank,
-                               ds.pitch,
-                               half_type("dtype", dtypes.first),
-                               float_type("out_dtype", dtypes.second),
-                               draw,
-                               dropped.as<const uint32_t>(),
-                               x.in_blocks};
+  const LoraGradAParams params{
+      {out.dA.as<void>(), out.partial.as<float>(), ds.data.as<const void>(), x.data.as<const void>(),
+       x.scale_inv.as<const float>(), rows, cols, rank, ds.pitch, half_type("dtype", dtypes.first),
+       float_type("out_dtype", dtypes.second), draw, dropped.as<const uint32_t>(), x.in_blocks},
+      draw.rows};
   submit("lora_grad_a", params, &launch_lora_grad_a, where.stream, where.device);
 }
 

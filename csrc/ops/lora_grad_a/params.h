@@ -21,7 +21,7 @@ struct LoraGradALimits {
   static constexpr int64_t kFp8ColsMultiple = 16;
 };
 
-struct LoraGradAParams {
+struct LoraGradAOperands {
   void* dA;                // [rank, cols] of out_dtype, 16-byte aligned
   float* partial;          // [slices, rank, cols] of LoraGradAGrid, 16-byte aligned; a cluster does not use it
   const void* ds;          // [rows, rank], rows ds_pitch elements apart, 16-byte aligned
@@ -33,9 +33,15 @@ struct LoraGradAParams {
   int64_t ds_pitch;        // a multiple of 8; a row's columns from rank on are zeros
   FloatType dtype;         // of ds: kBFloat16 or kFloat16
   FloatType out_dtype;
-  DropoutParams dropout;
+  DropoutDraws dropout;
   const uint32_t* dropped;  // [rows, dropped_words(cols)], the mask; null: draw it
   bool in_blocks;           // each 1 × 128 of x has a scale
+};
+
+// Apart, because nvcc 13.0 makes other code of a kernel with an argument of more than 128 bytes, also where it reads no
+// mask.
+struct LoraGradAParams : LoraGradAOperands {
+  RowsOfTensor rows_of_mask;
 };
 
 // Visits what a LaunchList replaces (host/launch_list.h).

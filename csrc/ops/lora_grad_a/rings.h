@@ -109,10 +109,11 @@ struct RowsDraws {
 
   __device__ explicit RowsDraws(void* shared) : base(static_cast<uint4*>(shared) + threadIdx.x / 32 * kOfWarp) {}
 
-  // first_row: of the first of these steps, which are row_step rows apart.
-  __device__ void make(uint32_t first_row, uint32_t row_step, uint32_t site, uint32_t offset, uint64_t seed) const {
+  // first: the first row of the first of these steps, which are row_step rows apart.
+  __device__ void make(const RowsOfTensor& rows, uint32_t first, uint32_t row_step, uint32_t site, uint32_t offset,
+                       uint64_t seed) const {
     const uint32_t lane = threadIdx.x % 32;
-    const DrawsOfRow draws(first_row + lane / kRows * row_step + lane % kRows, offset, site, seed);
+    const DrawsOfRow draws(rows(first + lane / kRows * row_step + lane % kRows), offset, site, seed);
     if (lane < kOfWarp) base[lane] = {draws.word[0], draws.word[1], draws.word[2], draws.word[3]};
     __syncwarp();
   }

@@ -167,13 +167,13 @@ __device__ void gather(float (&sum)[8][kTiles][4], float4* exchange, uint32_t co
 }
 
 // What dA's sums are multiplied by.
-__device__ float factor_of(const LoraGradAParams& params) {
+__device__ float factor_of(const LoraGradAOperands& params) {
   return dropout_survivor_scale(params.dropout.threshold) *
          (params.scale_inv == nullptr || params.in_blocks ? 1.0f : *params.scale_inv);
 }
 
 // Writes four neighbours of dA, the i-th.
-__device__ void store_dA(const LoraGradAParams& params, int64_t i, float4 sum, float factor) {
+__device__ void store_dA(const LoraGradAOperands& params, int64_t i, float4 sum, float factor) {
   sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
   switch (params.out_dtype) {
     case FloatType::kFloat32:
@@ -190,7 +190,7 @@ __device__ void store_dA(const LoraGradAParams& params, int64_t i, float4 sum, f
 // Adds up a strip's part of dA from the sums in shared memory of the cluster's blocks, first to last. Each block has a
 // slice, and they share the work.
 template <int kRank, int kPitch>
-__device__ void sum_in_cluster(const LoraGradAParams& params, uint32_t sums, uint32_t first_rank) {
+__device__ void sum_in_cluster(const LoraGradAOperands& params, uint32_t sums, uint32_t first_rank) {
   constexpr uint32_t kFours = Grid::kStripCols / 4;
   const float factor = factor_of(params);
   const uint32_t slices = gridDim.y;
@@ -224,7 +224,7 @@ __device__ void sum_in_cluster(const LoraGradAParams& params, uint32_t sums, uin
 // ranks kRank / 8 · g + 2 i and the next one.
 template <typename T, Of kOf, int kRank, Mask kMask>
 __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
-    lora_grad_a_kernel(const LoraGradAParams params, uint32_t slice_rows, bool finishes) {
+    lora_grad_a_kernel(const LoraGradAOperands params, uint32_t slice_rows, bool finishes, const RowsOfTensor rows) {
   using Tile = Tiling<kOf, kRank, kMask>;
   using RingX = typename Tile::RingX;
   using RingDs = typename Tile::RingDs;
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
     if constexpr (kMask == Mask::kDrawn) {
       const uint32_t step = (row - blockIdx.y * slice_rows) / kRowStep;
       if (step % Tile::kStepsDrawn == 0) {
-        rows_draws.make(params.dropout.first_row + row, kRowStep, params.dropout.site, offset, seed);
+        rows_draws.make(rows, row, kRowStep, params.dropout.site, offset, seed);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) draws[i] = column.after_three(rows_draws.of(step, 4 * i + t));
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, kRank == 64 ? 1 : 2)
 }
 
 // Adds up dA from the slices' sums, first to last.
-__global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAParams params, uint32_t slices) {
+__global__ void __launch_bounds__(kSumThreads) sum_row_slices_kernel(const LoraGradAOperands params, uint32_t slices) {
   begin_after_previous_kernel();
   const int64_t fours = params.rank * params.cols / 4;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
@@ -376,7 +376,8 @@ void launch(const LoraGradAParams& params, const Grid& grid, bool finishes, cuda
                     static_cast<unsigned>(grid.parts));
   LaunchShape shape{blocks, kThreads, kBytes, true};
   if (finishes) shape.cluster = dim3(1, blocks.y);
-  launch_kernel(kernel, shape, stream, params, slice_rows, finishes);
+  const LoraGradAOperands& operands = params;
+  launch_kernel(kernel, shape, stream, operands, slice_rows, finishes, params.rows_of_mask);
 }
 
 template <typename T, Of kOf, Mask kMask>
@@ -427,7 +428,8 @@ void launch_lora_grad_a(const LoraGradAParams& params, void* stream, int device)
   if (finishes) return;
   const int64_t fours = params.rank * params.cols / 4;
   const dim3 blocks(static_cast<unsigned>((fours + kSumThreads - 1) / kSumThreads));
-  launch_kernel(sum_row_slices_kernel, blocks, kSumThreads, 0, on, grid.slices > 0, params,
+  const LoraGradAOperands& operands = params;
+  launch_kernel(sum_row_slices_kernel, blocks, kSumThreads, 0, on, grid.slices > 0, operands,
                 static_cast<uint32_t>(grid.slices));
 }
 

@@ -177,7 +177,7 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
   begin_after_previous_kernel();
   __syncthreads();
   [[maybe_unused]] const auto draw = [&] {
-    draw_mask(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+    draw_mask<(kRank < 64)>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
   };
   constexpr bool kHelp = kDraws && kRank < 64;  // whoever is done draws; with rank 64 registers would be spilled
   const int thread = threadIdx.x;

@@ -117,19 +117,20 @@ struct Quantizer {
   }
 };
 
-// A thread's dropout mask. Element (row, col) of x is element (first_row + row, first_col + col) of the logical tensor.
+// A thread's dropout mask. Element (row, col) of x is element (rows(row), first_col + col) of the logical tensor.
 struct Dropper {
   RoundKeys keys;
   uint64_t seed;
-  uint32_t offset, site, first_row, first_col;
+  RowsOfTensor rows;
+  uint32_t offset, site, first_col;
   uint32_t last, minus_last;  // the highest lane that is dropped, and its negative, in both halves of a word
 
   __device__ Dropper() {}  // without dropout
   __device__ explicit Dropper(const DropoutParams& dropout)
       : seed(static_cast<uint64_t>(dropout.slot[0])),
+        rows(dropout.rows),
         offset(static_cast<uint32_t>(dropout.slot[1])),
         site(dropout.site),
-        first_row(dropout.first_row),
         first_col(dropout.first_col),
         last((dropout.threshold - 1) * 0x00010001u),
         minus_last((kDropoutLaneRange + 1 - dropout.threshold) % kDropoutLaneRange * 0x00010001u) {
@@ -137,7 +138,7 @@ struct Dropper {
   }
 
   __device__ uint4 of_row(uint32_t row) const {
-    const DrawsOfRow draws(first_row + row, offset, site, seed);
+    const DrawsOfRow draws(rows(row), offset, site, seed);
     return {draws.word[0], draws.word[1], draws.word[2], draws.word[3]};
   }
   __device__ DrawsOfColumn of_column(uint32_t col) const {

@@ -200,7 +200,7 @@ def test_only_mask_given_is_given_the_mask_that_the_others_draw(
     i = bench.make_inputs("32x64x128", 16, 0.1, cpu)
     assert i.dropout is not None and i.given is not None and i.given.dropped is not None
     assert torch.equal(i.given.dropped, dropped_bits(drawn_mask(i.dropout, 32, 128)))
-    assert i.dropout == (i.dropout.slot, 0.1, bench.SITE, 0, 0, None)
+    assert i.dropout == (i.dropout.slot, 0.1, bench.SITE, 0, 0, None, ())
     for name, (run, _) in bench.PROVIDERS.items():
         if name.startswith("ours"):
             call = lambda *a, name=name: given.update({name: a[5].dropped})  # noqa: E731
