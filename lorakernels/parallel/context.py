@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.holder import ROWS_OVER_RANKS
 from lorakernels.modules.lora import LoRALinear

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lorakernels.numerics.fp8 import quantize, scale_that_tells
 from lorakernels.numerics.dropout import drops
+from lorakernels.numerics.fp8 import quantize, scale_that_tells
 from lorakernels.ops import Dropout, Groups, Scaled, Scaling, Weight
 from lorakernels.ops.register import Op
 from lorakernels.values import RowChunks
