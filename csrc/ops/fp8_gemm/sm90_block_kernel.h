@@ -15,6 +15,11 @@ struct BlockTiling : Tiling<kProduct, kShape, kRankStep> {
   static constexpr bool kPairs = Base::kLinear && kShape == Shape::kSmall;  // registers hold two sums of a step
   // Of kGradInputUntransposed alone. A warp fills the ring, and leaves the factors of the rows of kScaledSteps steps,
   // twice. A barrier of each says that they were read.
+  static constexpr bool kMany = Base::kUntransposed && Base::kRows > 128;  // sums of a thread
+  static constexpr int kProducerRegisters = kMany ? 40 : Base::kProducerRegisters;
+  static constexpr int kConsumerRegisters = kMany ? 232 : Base::kConsumerRegisters;
+  static_assert(kProducerRegisters + Base::kConsumers * kConsumerRegisters <=
+                registers_of_warpgroups<1 + Base::kConsumers>());
   static constexpr int kFillers = Base::kUntransposed ? 32 : 1;
   static constexpr int kScaledSteps = Base::kRows > 128 ? 2 : 4;
   static constexpr int kAhead = 4;  // steps that scales are fetched ahead

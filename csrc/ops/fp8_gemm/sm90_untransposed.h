@@ -24,6 +24,9 @@ struct UntransposedConsumer {
   // then filled once for each step, else once for each step of each piece.
   static constexpr bool kAtOnce = kSplits && kSums <= 96 && kRankStep > 16 && !Tile::kScaledBlocks;
   static constexpr int kFills = kAtOnce ? 1 : kPieces;
+  // Of sum_scaled_blocks(): how many parts of a step registers hold beside the sums. While one is added, the tensor
+  // cores fill the other; or those of the other warpgroup.
+  static constexpr int kBuffers = kPieces > 3 ? 1 : 2;
   static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
   // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
   // many, since half of them are multiplied meanwhile.
@@ -114,12 +117,12 @@ struct UntransposedConsumer {
   template <int kPending>
   __device__ void promote(float (&part)[kPieceSums], int piece, uint32_t factors) {
     uint32_t word[kPieceRows / 16][4];
-    if (kPieces > 2) wgmma_wait<kPending>(), settle(part);  // with fewer sums, registers can hold the factors meanwhile
+    if (kPieces == 3) wgmma_wait<kPending>(), settle(part);  // registers lack room for factors before
 #pragma unroll
     for (int j = 0; j < kPieceRows / 16; ++j) {
       lorakernels::load_words(word[j], factors + (piece * kPieceRows + 16 * j + lane % 4 * 4) * 4);
     }
-    if (kPieces == 2) wgmma_wait<kPending>(), settle(part);
+    if (kPieces != 3) wgmma_wait<kPending>(), settle(part);
 #pragma unroll
     for (int i = 0; i < kPieceSums; ++i) {
       sum[piece * kPieceSums + i] += part[i] * __uint_as_float(word[i / 8][i / 4 % 2 * 2 + i % 2]);
@@ -128,8 +131,8 @@ struct UntransposedConsumer {
 
   // Tile::kScaledSteps steps of sum_scaled_blocks(), whose factors begin at `factors`. While a part is promoted, the
   // tensor cores multiply the next one. ptxas serializes them where a loop ends with a part still on its way.
-  __device__ void add_scaled_steps(float (&part)[2][kPieceSums], Words& words, Ring& ring, uint32_t from, uint32_t even,
-                                   bool more, uint32_t factors) {
+  __device__ void add_scaled_steps(float (&part)[kBuffers][kPieceSums], Words& words, Ring& ring, uint32_t from,
+                                   uint32_t even, bool more, uint32_t factors) {
     constexpr int kSteps = Tile::kScaledSteps;
     uint32_t empty = 0;  // of the step before
 #pragma unroll
@@ -139,21 +142,28 @@ struct UntransposedConsumer {
       const auto load_next = [&] {
         if (step == kSteps - 1 && !more) return;
         wait_for(ring.full(), ring.round);
-        load_words(words[1 - step % 2], ring.tile() + from, even);
+        load_words(words[kBuffers == 1 ? 0 : 1 - step % 2], ring.tile() + from, even);
       };
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         const int time = step * kPieces + piece, before = time - 1;
-        multiply_part(part[time % 2], words[step % 2], tile + piece * (kPieceRows * kStepDepth));
+        multiply_part(part[time % kBuffers], words[kBuffers == 1 ? 0 : step % 2],
+                      tile + piece * (kPieceRows * kStepDepth));
         if (kPieces == 2 && piece == 1) load_next();
+        if (kBuffers == 1) {
+          promote<0>(part[0], piece, factors + step * Tile::kFactorsBytes);
+          if (piece == kPieces - 1) load_next(), done_with(own_empty);
+          continue;
+        }
         if (time > 0) {
           promote<1>(part[before % 2], before % kPieces, factors + before / kPieces * Tile::kFactorsBytes);
         }
         if (step > 0 && piece == 0) done_with(empty);
-        if (kPieces > 2 && piece == kPieces - 2) load_next();  // where registers are free
+        if (kPieces == 3 && piece == 1) load_next();  // where registers are free
       }
       empty = own_empty;
     }
+    if (kBuffers == 1) return;
     promote<0>(part[(kSteps * kPieces - 1) % 2], kPieces - 1, factors + (kSteps - 1) * Tile::kFactorsBytes);
     done_with(empty);
   }
@@ -163,8 +173,10 @@ struct UntransposedConsumer {
   // weight. Steps beyond the depth multiply zeros, and their factors are zeros.
   __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even) {
     constexpr int kSteps = Tile::kScaledSteps;
-    float part[2][kPieceSums];
-    clear(part[0]), clear(part[1]), clear(sum);
+    float part[kBuffers][kPieceSums];
+#pragma unroll
+    for (auto& each : part) clear(each);
+    clear(sum);
 #pragma unroll 1
     for (int left = count_steps<kSteps>(params) / kSteps; left > 0; --left, factors_half ^= 1) {
       const uint32_t factors = base + Tile::kOffsetFactors + factors_half * (kSteps * Tile::kFactorsBytes);
