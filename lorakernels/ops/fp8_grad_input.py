@@ -233,7 +233,8 @@ def launch_csrc(
     in_blocks = weight.scale_inv.dim() == 2
     turned = weight.t is None or adapters > 0 or tune.csrc_turns(rows, cols, split, multiprocessors)
     how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
-    how = "turned blocks" if in_blocks else how
+    if in_blocks:
+        how = "turned blocks" if rank <= tune.BLOCK_RANK else "turned blocks, high rank"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     if adapters:
         tile = GROUP_ROWS, GROUP_ROWS

@@ -22,6 +22,11 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
 __device__ __forceinline__ void store_float(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
+__device__ __forceinline__ float load_float(uint32_t address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
 __device__ __forceinline__ float2 load_floats(uint32_t address) {
   float2 two;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(address) : "memory");

@@ -135,13 +135,17 @@ __device__ __forceinline__ void wgmma_fp8(float (&d)[2][64], uint64_t a, uint64_
   }
 }
 
-// The same for A [64, 32] of e4m3 in registers and B [32, 128, 192 or 256] of e5m2 or e4m3: lane l of warp w holds, 4
-// elements a word,
+// The same for A [64, 32] of e4m3 in registers and B [32, 64, 128, 192 or 256] of e5m2 or e4m3: lane l of warp w holds,
+// 4 elements a word,
 //   a[0], a[1]  A[16 w + l/4, 4 (l%4)], and 8 rows further down      a[2], a[3]  the same, 16 columns further on
 template <bool kE5M2, int kSums>
 __device__ __forceinline__ void wgmma_fp8(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, int add) {
-  static_assert(kSums == 64 || kSums == 96 || kSums == 128);
-  if constexpr (kSums == 128 && kE5M2) {
+  static_assert(kSums == 32 || kSums == 64 || kSums == 96 || kSums == 128);
+  if constexpr (kSums == 32 && kE5M2) {
+    LK_WGMMA_FP8_OF_REGISTERS(64, 32, "e5m2", "%32, %33, %34, %35", "%36", "%37");
+  } else if constexpr (kSums == 32) {
+    LK_WGMMA_FP8_OF_REGISTERS(64, 32, "e4m3", "%32, %33, %34, %35", "%36", "%37");
+  } else if constexpr (kSums == 128 && kE5M2) {
     LK_WGMMA_FP8_OF_REGISTERS(256, 128, "e5m2", "%128, %129, %130, %131", "%132", "%133");
   } else if constexpr (kSums == 128) {
     LK_WGMMA_FP8_OF_REGISTERS(256, 128, "e4m3", "%128, %129, %130, %131", "%132", "%133");

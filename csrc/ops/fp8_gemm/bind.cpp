@@ -133,9 +133,10 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     return;
   }
   if (params.in_blocks) {
-    const auto large = params.untransposed ? std::pair{192, 128} : std::pair{128, 256};
-    if (tile != std::pair{128, 128} && tile != large) {
-      refuse(op, "a tile of blocks is 128 × 128, 128 × 256 for y or 192 × 128 for dx, got " +
+    const bool takes =
+        params.untransposed ? tile == std::pair{192, 128} || tile == std::pair{256, 128} : tile == std::pair{128, 256};
+    if (tile != std::pair{128, 128} && !takes) {
+      refuse(op, "a tile of blocks is 128 × 128, 128 × 256 for y or 192 × 128 or 256 × 128 for dx, got " +
                      std::to_string(tile.first) + " × " + std::to_string(tile.second));
     }
     return;

@@ -79,7 +79,8 @@ struct Fp8GemmParams {
   bool untransposed;             // fp8_grad_input only; cols is then a multiple of 16
   bool in_blocks;                // each 1 × 128 of left and 128 × 128 of right has a scale
   bool splits;                   // add sums of 512 along depth in fp32: FP8 tensor cores keep fewer bits
-  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else: 128 × 256, untransposed 256 × 128
+  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else: 128 × 256, untransposed 256 × 128;
+                                 // in_blocks: 128 × 256, untransposed 192 × 128 and 256 × 128
   int64_t multiprocessors;       // of the device
 };
 

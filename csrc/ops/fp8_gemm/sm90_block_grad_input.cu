@@ -14,8 +14,9 @@ void launch_of_shape(const Fp8GemmParams& params, cudaStream_t stream) {
 
 template <typename T, bool kE5M2>
 void launch_of_format(const Fp8GemmParams& params, cudaStream_t stream) {
-  params.tile_rows == 192 ? launch_of_shape<T, kE5M2, Shape::kTall>(params, stream)
-                          : launch_of_shape<T, kE5M2, Shape::kSmall>(params, stream);
+  params.tile_rows == 256   ? launch_of_shape<T, kE5M2, Shape::kTallest>(params, stream)
+  : params.tile_rows == 192 ? launch_of_shape<T, kE5M2, Shape::kTall>(params, stream)
+                            : launch_of_shape<T, kE5M2, Shape::kSmall>(params, stream);
 }
 
 template <typename T>

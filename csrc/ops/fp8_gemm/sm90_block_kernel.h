@@ -13,8 +13,21 @@ struct BlockTiling : Tiling<kProduct, kShape, kRankStep> {
   using Base = Tiling<kProduct, kShape, kRankStep>;
   static constexpr bool kScaledBlocks = true;
   static constexpr bool kPairs = Base::kLinear && kShape == Shape::kSmall;  // registers hold two sums of a step
-  static constexpr int kOffsetFactors = (Base::kBytes + 15) / 16 * 16;      // of rows, twice for each warpgroup
-  static constexpr int kBytes = kOffsetFactors + (Base::kUntransposed ? 2 * Base::kConsumers * Base::kRows * 4 : 0);
+  // Of kGradInputUntransposed alone. A warp fills the ring, and leaves the factors of the rows of kScaledSteps steps,
+  // twice. A barrier of each says that they were read.
+  static constexpr bool kMany = Base::kUntransposed && Base::kRows > 128;  // sums of a thread
+  static constexpr int kProducerRegisters = kMany ? 40 : Base::kProducerRegisters;
+  static constexpr int kConsumerRegisters = kMany ? 232 : Base::kConsumerRegisters;
+  static_assert(kProducerRegisters + Base::kConsumers * kConsumerRegisters <=
+                registers_of_warpgroups<1 + Base::kConsumers>());
+  static constexpr int kFillers = Base::kUntransposed ? 32 : 1;
+  static constexpr int kScaledSteps = Base::kRows > 128 ? 2 : 4;
+  static constexpr int kAhead = 4;  // steps that scales are fetched ahead
+  static constexpr int kFactorsBytes = Base::kRows * 4, kAheadBytes = kFactorsBytes + 32 * 4;
+  static constexpr int kOffsetFactors = (Base::kBytes + 15) / 16 * 16;
+  static constexpr int kOffsetAhead = kOffsetFactors + 2 * kScaledSteps * kFactorsBytes;
+  static constexpr int kOffsetRead = kOffsetAhead + kAhead * kAheadBytes;
+  static constexpr int kBytes = Base::kUntransposed ? kOffsetRead + 2 * 8 : Base::kBytes;
   static constexpr bool kFits = kBytes <= 227 * 1024;
 };
 
@@ -27,7 +40,10 @@ __global__ void __launch_bounds__(BlockTiling<kProduct, kShape, kRankStep>::kThr
   using Tile = BlockTiling<kProduct, kShape, kRankStep>;
   using Multiplies = std::conditional_t<Tile::kUntransposed, UntransposedConsumer<T, kE5M2, true, Tile, kRankStep>,
                                         Consumer<T, kE5M2, true, Tile, kRankStep>>;
-  compute_tiles<T, Tile, Multiplies, kRankStep, Tile::kPairs ? kPartSteps : 1>(left, right, out, residual, params);
+  compute_tiles<T, Tile, Multiplies, kRankStep,
+                Tile::kPairs          ? kPartSteps
+                : Tile::kUntransposed ? Tile::kScaledSteps
+                                      : 1>(left, right, out, residual, params);
 #endif
 }
 

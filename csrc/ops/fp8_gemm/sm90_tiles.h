@@ -33,6 +33,7 @@ template <Product kProduct, Shape kShape, int kRankStep, bool kInGroups = false>
 struct Tiling {
   static constexpr bool kGrouped = kInGroups;
   static constexpr bool kScaledBlocks = false, kPairs = false;  // one scale for all of an operand, or for a column
+  static constexpr int kFillers = 1;                            // threads that fill the ring
   static constexpr bool kLinear = kProduct == Product::kLinear,
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;

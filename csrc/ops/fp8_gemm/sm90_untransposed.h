@@ -24,16 +24,20 @@ struct UntransposedConsumer {
   // then filled once for each step, else once for each step of each piece.
   static constexpr bool kAtOnce = kSplits && kSums <= 96 && kRankStep > 16 && !Tile::kScaledBlocks;
   static constexpr int kFills = kAtOnce ? 1 : kPieces;
+  // Of sum_scaled_blocks(): how many parts of a step registers hold beside the sums. While one is added, the tensor
+  // cores fill the other; or those of the other warpgroup.
+  static constexpr int kBuffers = kPieces > 3 ? 1 : 2;
   static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
   // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
   // many, since half of them are multiplied meanwhile.
-  static constexpr int kLoads = kSplits && (kSums > 64 || Tile::kScaledBlocks) ? 2 : 4;
+  static constexpr int kLoads = kSplits && kSums > 64 && !Tile::kScaledBlocks ? 2 : 4;
   using Words = uint32_t[2][kLoads][4];
   const Fp8GemmParams& params;
   uint32_t base;
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // computes 64 columns of the tile
   int lane = threadIdx.x % 32;
-  int turn = 0;  // which of two boxes the next piece is stored from
+  int turn = 0;               // which of two boxes the next piece is stored from
+  uint32_t factors_half = 0;  // where the next factors are
   float sum[kSums];
   float result[kPieceSums];  // of a piece; first (ds A)ᵀ alone
 
@@ -99,59 +103,89 @@ struct UntransposedConsumer {
     }
   }
 
-  // The address of a row's factor, of an even or an odd step. A thread's rows are 8 j + {0, 1}, beyond the 2 (lane % 4)
-  // of its first. For an even j, their factors and those of 8 (j + 1) + {0, 1} are neighbours.
-  __device__ uint32_t factor_of(int row, uint32_t step) const {
-    const int at = row / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
-    return base + Tile::kOffsetFactors + ((group * 2 + step % 2) * Tile::kRows + at) * 4;
+  // part = the products of a step and 64 of the tile's rows, which begin at `rows` in shared memory.
+  __device__ void multiply_part(float (&part)[kPieceSums], const uint32_t (&words)[kLoads][4], uint32_t rows) const {
+    const uint64_t b = Rows::descriptor(rows);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) wgmma_fp8<kE5M2>(part, words[i], moved(b, i * 32), i > 0);
+    wgmma_commit();
   }
 
-  // The sums of operands with scales of 1 × 128 and 128 × 128. The tensor cores sum a step's products. Times the
-  // scales, fp32 adds them over the steps. The tile's columns share a block of the weight. (row, col): where it begins.
-  __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even, int row, int col) {
-    constexpr int kEach = (Tile::kRows + 127) / 128;  // factors that a thread fetches for its warpgroup
-    const auto rows = static_cast<uint32_t>(params.rows), steps = static_cast<uint32_t>(count_steps<1>(params));
-    const uint32_t blocks = Tiles<Tile>::count(params.cols, kBlockCols), block = col / kBlockCols;
-    const int thread = threadIdx.x % 128;
-    uint32_t before = 0;
-    float factor[kEach], scale, part[kSums];
-    const auto fetch = [&](uint32_t step) {
-      scale = params.right_scale_inv[step * blocks + block];
+  // sum[piece] += factors ⊙ part, once the tensor cores have written it, which is when at most kPending of the groups
+  // behind it are on their way. A thread's rows are 8 j + {0, 1}, beyond the 2 (lane % 4) of its first.
+  template <int kPending>
+  __device__ void promote(float (&part)[kPieceSums], int piece, uint32_t factors) {
+    uint32_t word[kPieceRows / 16][4];
+    if (kPieces == 3) wgmma_wait<kPending>(), settle(part);  // registers lack room for factors before
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const uint32_t at = min(row + thread + i * 128u, rows - 1);  // what lies beyond the rows is not stored
-        factor[i] = params.left_scale_inv[step * rows + at];         // times `scale` when it is stored, a step later
-      }
-    };
-    clear(part), clear(sum);
-    fetch(0);
-#pragma unroll 1
-    for (uint32_t step = 0; step < steps; ++step) {
+    for (int j = 0; j < kPieceRows / 16; ++j) {
+      lorakernels::load_words(word[j], factors + (piece * kPieceRows + 16 * j + lane % 4 * 4) * 4);
+    }
+    if (kPieces != 3) wgmma_wait<kPending>(), settle(part);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if (i * 128 + 128 <= Tile::kRows || thread < Tile::kRows % 128) {
-          store_float(factor_of(i * 128 + thread, step), factor[i] * scale);
-        }
-      }
-      if (step + 1 < steps) fetch(step + 1);
-      multiply<1, false>(part, words, ring, from, even, step + 1 < steps, before);
-      meet_group();
-      wgmma_wait();
-      settle(part);
-      done_with(before);
-#pragma unroll
-      for (int j = 0; j < kSums / 4; j += 2) {
-        uint32_t word[4];
-        lorakernels::load_words(word, factor_of(8 * j + lane % 4 * 2, step));
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          sum[4 * j + i] += part[4 * j + i] * __uint_as_float(word[i / 4 * 2 + i % 2]);
-        }
-      }
+    for (int i = 0; i < kPieceSums; ++i) {
+      sum[piece * kPieceSums + i] += part[i] * __uint_as_float(word[i / 8][i / 4 % 2 * 2 + i % 2]);
     }
   }
 
-  __device__ void sum_up(Ring& ring, int row, int col) {
+  // Tile::kScaledSteps steps of sum_scaled_blocks(), whose factors begin at `factors`. While a part is promoted, the
+  // tensor cores multiply the next one. ptxas serializes them where a loop ends with a part still on its way.
+  __device__ void add_scaled_steps(float (&part)[kBuffers][kPieceSums], Words& words, Ring& ring, uint32_t from,
+                                   uint32_t even, bool more, uint32_t factors) {
+    constexpr int kSteps = Tile::kScaledSteps;
+    uint32_t empty = 0;  // of the step before
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t tile = ring.tile(), own_empty = ring.empty();
+      ring.advance();
+      const auto load_next = [&] {
+        if (step == kSteps - 1 && !more) return;
+        wait_for(ring.full(), ring.round);
+        load_words(words[kBuffers == 1 ? 0 : 1 - step % 2], ring.tile() + from, even);
+      };
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const int time = step * kPieces + piece, before = time - 1;
+        multiply_part(part[time % kBuffers], words[kBuffers == 1 ? 0 : step % 2],
+                      tile + piece * (kPieceRows * kStepDepth));
+        if (kPieces == 2 && piece == 1) load_next();
+        if (kBuffers == 1) {
+          promote<0>(part[0], piece, factors + step * Tile::kFactorsBytes);
+          if (piece == kPieces - 1) load_next(), done_with(own_empty);
+          continue;
+        }
+        if (time > 0) {
+          promote<1>(part[before % 2], before % kPieces, factors + before / kPieces * Tile::kFactorsBytes);
+        }
+        if (step > 0 && piece == 0) done_with(empty);
+        if (kPieces == 3 && piece == 1) load_next();  // where registers are free
+      }
+      empty = own_empty;
+    }
+    if (kBuffers == 1) return;
+    promote<0>(part[(kSteps * kPieces - 1) % 2], kPieces - 1, factors + (kSteps - 1) * Tile::kFactorsBytes);
+    done_with(empty);
+  }
+
+  // The sums of operands with scales of 1 × 128 and 128 × 128. The tensor cores sum a step's products. Times the
+  // factors that sm90_block_fetch.h leaves, fp32 adds them over the steps. The tile's columns share a block of the
+  // weight. Steps beyond the depth multiply zeros, and their factors are zeros.
+  __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even) {
+    constexpr int kSteps = Tile::kScaledSteps;
+    float part[kBuffers][kPieceSums];
+#pragma unroll
+    for (auto& each : part) clear(each);
+    clear(sum);
+#pragma unroll 1
+    for (int left = count_steps<kSteps>(params) / kSteps; left > 0; --left, factors_half ^= 1) {
+      const uint32_t factors = base + Tile::kOffsetFactors + factors_half * (kSteps * Tile::kFactorsBytes);
+      add_scaled_steps(part, words, ring, from, even, left > 1, factors);
+      arrive(base + Tile::kOffsetRead + factors_half * 8);  // every thread, as racecheck knows no other way (H16)
+    }
+  }
+
+  __device__ void sum_up(Ring& ring) {
     const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
     uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064, before = 0;
     asm volatile("" : "+r"(even));  // stays in a register: the compiler would compute it again in the loop
@@ -159,7 +193,7 @@ struct UntransposedConsumer {
     wait_for(ring.full(), ring.round);
     load_words(words[0], ring.tile() + from, even);
     if constexpr (Tile::kScaledBlocks) {
-      sum_scaled_blocks(words, ring, from, even, row, col);
+      sum_scaled_blocks(words, ring, from, even);
     } else if constexpr (kSplits) {
       float part[kSums];
       clear(part), clear(sum);
@@ -295,7 +329,7 @@ struct UntransposedConsumer {
       if (of < 0) continue;
       const int own = weight_of(params, of);
       if (Tile::kGrouped) scale = params.left_scale_inv[own] * params.right_scale_inv[own];
-      sum_up(ring, tiles.row(), tiles.col());
+      sum_up(ring);
       const bool at_once = kAtOnce && extras.steps > 1;
       if constexpr (kAtOnce) {
         if (at_once) add_factors(extras, scale);
