@@ -49,7 +49,7 @@ def check_places(
     longest: int | None,
     refused: str = "",
 ) -> None:
-    """Collective: refuse packed documents whose starts are not said. The host waits for the device.
+    """Collective: refuse packed documents whose starts are not said. The host waits for the device, once.
 
     One all-reduce of twelve numbers says whether all ranks may go on, whatever the shapes on each.
 
@@ -74,7 +74,7 @@ def check_places(
     if not refused:
         assert positions is not None
         shape = torch.tensor((batch, own, packed))
-        found[1:7] = torch.cat((shape, -shape))
+        found[1:7].copy_(torch.cat((shape, -shape)), non_blocking=True)
         found[7:] = _unfit(ranks, rows, positions, starts, longest or total)
     comm.maximum(ranks.group, found)
     on_any, *shapes, offsets, negated, jumped, over, broken = found.tolist()
@@ -141,7 +141,7 @@ def _unfit(
         first = ahead[:, 0].long()
         # equal numbers on all ranks, so that other offsets have another sum
         weights = torch.randint(2**40, (batch,), generator=torch.Generator().manual_seed(0))
-        digest = (first * weights.to(at)).sum()
+        digest = (first * weights.to(at, non_blocking=True)).sum()
         found[0], found[1] = digest, -digest
         found[2] = (ahead != first[:, None]).any()
     else:
