@@ -85,10 +85,14 @@ def _in_order_kernel(  # type: ignore[no-untyped-def]
     out, p0, p1, p2, p3, p4, p5, p6, p7, rank, chunk,
     RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program copies BLOCK of the `chunk` elements of one chunk. The next rank's come first, this one's last."""
-    owner = (rank + 1 + tl.program_id(2) // 2) % RANKS
-    tail = tl.program_id(2) % 2
-    inner = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """A program copies BLOCK of the `chunk` elements of one chunk.
+
+    Neighbours copy from all ranks, the next one first: no link idles while the own chunks are copied.
+    """
+    turn = tl.program_id(0) % (2 * RANKS)
+    owner = (rank + 1 + turn // 2) % RANKS
+    tail = turn % 2
+    inner = (tl.program_id(0) // (2 * RANKS)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = inner < chunk
     batch = tl.program_id(1).to(tl.int64)
     at = (2 * batch + tail) * chunk + inner
@@ -122,7 +126,7 @@ def in_order(there: Sequence[Tensor], rank: int) -> Tensor:
     pointers = [*there, *[there[0]] * (MOST_PARTS - ranks)]  # the rest is not read
     chunk = own[0].numel() // 2
     with _on(out):
-        _in_order_kernel[(triton.cdiv(chunk, _COPIED), own.shape[0], 2 * ranks)](
+        _in_order_kernel[(2 * ranks * triton.cdiv(chunk, _COPIED), own.shape[0])](
             out, *pointers, rank, chunk, RANKS=ranks, BLOCK=_COPIED, num_warps=_WARPS
         )
     return out
