@@ -55,6 +55,6 @@ def waits(rank: int, device: torch.device) -> dict[str, list[str]]:
 @pytest.mark.gpu
 def test_the_host_waits_once_where_it_has_to_look() -> None:
     expected = {"documents": 1, "positions": 1}
-    for found in on_ranks(waits, 2, backend_on_gpus(2, "gloo's collectives wait")):
+    for found in on_ranks(waits, 2, backend_on_gpus(2)):
         counts = {name: len(places) for name, places in found.items() if places}
         assert counts == expected, found

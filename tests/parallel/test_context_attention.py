@@ -119,15 +119,16 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.devic
         assert float((ours.detach().double() - theirs).norm() / theirs.norm()) <= bound
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
-    ranks: int, device: torch.device
+    ranks: int, rows: int, device: torch.device
 ) -> None:
     """Each rank's two chunks of rows that are one document each, beside float64's.
 
     On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once more.
     """
-    rows, size, heads, dim = 2, 32, 4, 64
+    size, heads, dim = 32, 4, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
     kv_heads, name = 2, "cudnn" if on_gpu else "torch"
@@ -153,6 +154,8 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
         with torch.no_grad():
             attended = attend_chunks(call, here, k, v)
             dq, parts = chunk_gradients(call, grad[:, :, at], here, k, v, attended)
+        for result in (attended.out, dq):
+            assert result.transpose(1, 2).is_contiguous()
         found[:, :, at] = attended.out
         totals[0][:, :, at] += dq
         for begin, *each in parts:
