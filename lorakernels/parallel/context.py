@@ -248,6 +248,8 @@ class ContextParallel:
         if not isinstance(items, Real | Tensor | None):
             raise TypeError(f"items must be a number, found {items!r}")
         shifted = nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]
+        if isinstance(items, Real):  # filled in: a copy from the host would wait for the device
+            items = torch.full((), float(items), dtype=torch.float32, device=labels.device)
         count = (shifted != IGNORE).sum().clamp(min=1) if items is None else items
         count = torch.as_tensor(count, dtype=torch.float32, device=labels.device)
         return _Given(own, self.shard(shifted), count)

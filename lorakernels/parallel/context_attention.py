@@ -7,6 +7,10 @@ work: a token attends to itself and earlier ones.
     forward    k, v [S] ← gather of every rank's [2C]; out of each chunk's queries to the keys up to its end
     backward   dk, dv [S] of both chunks, summed over the ranks in fp32; each rank keeps its [2C]
 
+A kernel gives dk and dv of a range of keys in their dtype. From there on all is added in fp32: ranges, then ranks.
+The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
+gradients to their places (kernels/triton/chunk_rows.py). Elsewhere torch's ops and a collective do.
+
 Documents that are packed into rows may begin anywhere. Their starts are the whole rows', on every rank. A document ends
 with its row.
 """
@@ -16,23 +20,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from lorakernels.autograd.attention import (
-    Segments,
-    attend_segments,
-    choose,
-    choose_segments,
-    expanded,
-)
+from lorakernels.autograd.attention import Segments, attend_segments, choose, choose_segments
 from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
-from lorakernels.autograd.chunk_attention import attend_chunks
+from lorakernels.autograd.chunk_attention import Attended, Call, attend_chunks, chunk_gradients
+from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
+from lorakernels.kernels.triton.sum_rows import sum_rows
 from lorakernels.parallel import comm
 from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.plans.once import once_differentiable
 
 
 class Chunks(NamedTuple):
@@ -101,16 +102,66 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks
     ) -> tuple[Tensor, Tensor]:
-        ctx.chunks, ctx.ranks = chunks, ranks
-        both = torch.cat((k, v), 1).transpose(1, 2)
-        return _heads(chunks.in_order(ranks.rows.gather(both)[0]))
+        ctx.chunks, ctx.ranks, ctx.dtype = chunks, ranks, k.dtype
+        return _gathered(k, v, chunks, ranks)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        both = torch.cat((dk, dv), 1).transpose(1, 2)
-        parts = ctx.chunks.by_rank(both if both.dtype == torch.float64 else both.float())
-        return *_heads(ctx.ranks.rows.sum(parts)[0].to(dk.dtype)), None, None
+        whole = [Gradients(0, dk, dv)]
+        return *_summed(whole, ctx.dtype, ctx.chunks, ctx.ranks), None, None
+
+
+class _WholeRows(torch.autograd.Function):
+    """Attention of rows that are one document each. k and v are this rank's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, chunks: Chunks, ranks: Ranks
+    ) -> Tensor:
+        k, v = _gathered(k, v, chunks, ranks)
+        attended = attend_chunks(call, q, k, v)
+        ctx.save_for_backward(q, k, v, attended.out, *attended.sums)
+        ctx.call, ctx.rest, ctx.chunks, ctx.ranks = call, attended.rest, chunks, ranks
+        return attended.out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, *sums = ctx.saved_tensors
+        attended = Attended(out, sums, ctx.rest)
+        dq, parts = chunk_gradients(ctx.call, dout, q, k, v, attended)
+        return dq, *_summed(parts, k.dtype, ctx.chunks, ctx.ranks), None, None, None
+
+
+def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Collective: k and v [B, Hk, S, D] of every rank's [B, Hk, 2C, D]."""
+    batch, heads, own, dim = k.shape
+    form = torch.Size([batch, own, 2 * heads, dim])
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    there = ranks.rows.lay_down(form, k.dtype, partial(side_by_side, k, v))
+    if there is not None:
+        return _heads(in_order(there, chunks.rank))
+    both = torch.cat((k, v), 1).transpose(1, 2)
+    return _heads(chunks.in_order(ranks.rows.gather(both)[0]))
+
+
+def _summed(
+    parts: list[Gradients], dtype: torch.dtype, chunks: Chunks, ranks: Ranks
+) -> tuple[Tensor, Tensor]:
+    """Collective: dk and dv [B, Hk, 2C, D] of this rank's tokens in `dtype`: the sum of all ranks' `parts`."""
+    batch, heads, _, dim = parts[0].dk.shape
+    wide, there = torch.promote_types(dtype, torch.float32), None
+    if wide == torch.float32:
+        form = torch.Size([chunks.ranks, batch, 2 * chunks.size, 2 * heads, dim])
+        there = ranks.rows.lay_down(form, wide, partial(layered, parts))
+    if there is not None:
+        return _heads(sum_rows([each[chunks.rank] for each in there], None, dtype))
+    both = parts[0].dk.new_zeros((batch, chunks.length, 2 * heads, dim), dtype=wide)
+    for begin, *each in parts:
+        for total, d in zip(_heads(both), each, strict=True):
+            total[:, :, begin : begin + d.shape[2]].add_(d)
+    return _heads(ranks.rows.sum(chunks.by_rank(both))[0].to(dtype))
 
 
 def _heads(both: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,15 +212,16 @@ class ContextAttention:
             raise RuntimeError("attention over ranks cannot be compiled: run it eagerly")
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
-        k, v = _Gather.apply(k, v, chunks, self.ranks)
         exact = torch.are_deterministic_algorithms_enabled()
         key = q.dtype, q.shape[3], starts is None, exact
         if key not in self.chosen:
             self.chosen[key] = self._choose(q, k, v, starts is None)
         name = self.chosen[key]
         if starts is None and name in CHUNKS:
-            heads = expanded("efficient", q, k, v) if name == "torch" else (k, v)
-            return attend_chunks(name, q, *heads, chunks.begins, scale)
+            call = Call(name, chunks.begins, scale)
+            whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
+            return whole
+        k, v = _Gather.apply(k, v, chunks, self.ranks)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
             longest = chunks.length

@@ -51,7 +51,7 @@ def check_places(
     refused: str = "",
     vocabulary: int = 0,
 ) -> None:
-    """Collective: refuse packed documents whose starts are not said. The host waits for the device.
+    """Collective: refuse packed documents whose starts are not said. The host waits for the device, once.
 
     One all-reduce of thirteen numbers says whether all ranks may go on, whatever the shapes on each.
 
@@ -78,7 +78,7 @@ def check_places(
     if not refused:
         assert positions is not None
         shape = torch.tensor((batch, own, packed))
-        found[1:7] = torch.cat((shape, -shape))
+        found[1:7].copy_(torch.cat((shape, -shape)), non_blocking=True)
         found[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
         if vocabulary:
             found[12] = unknown(rows, vocabulary)
@@ -149,7 +149,7 @@ def _unfit(
         first = ahead[:, 0].long()
         # equal numbers on all ranks, so that other offsets have another sum
         weights = torch.randint(2**40, (batch,), generator=torch.Generator().manual_seed(0))
-        digest = (first * weights.to(at)).sum()
+        digest = (first * weights.to(at, non_blocking=True)).sum()
         found[0], found[1] = digest, -digest
         found[2] = (ahead != first[:, None]).any()
     else:

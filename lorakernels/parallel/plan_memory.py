@@ -193,7 +193,8 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
     """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
 
     A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
-    and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context_attention.py).
+    and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context_attention.py). Those that
+    read each other's memory have only the first of these.
 
     Ranks that hold layers together have hidden states of their own tokens. At the loss each has all of them, and their
     gradient (tensor_vocabulary.py). `model` is what a rank has.

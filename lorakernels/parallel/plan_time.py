@@ -24,8 +24,8 @@ GEMM = 3.5e-6  # seconds that a product takes beside its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
-# bytes that torch's ops move for each element of attention's result where chunks of shared rows meet: those of
-# chunk_attention.py, forward and backward
+# bytes moved for each element of attention's result where chunks of shared rows meet, forward and backward. Torch's
+# ops moved as many, of which the runs in docs/plan.md are; kernels/triton/merge_attention.py moves 6 forward
 MERGE, MERGE_GRAD = 22, 6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)

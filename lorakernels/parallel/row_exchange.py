@@ -56,6 +56,11 @@ class CollectiveRows:
         sums = flat.split([part.numel() for part in parts])
         return [f.view(part.shape).to(part.dtype) for f, part in zip(sums, parts, strict=True)]
 
+    def lay_down(
+        self, shape: torch.Size, dtype: torch.dtype, write: Callable[[Tensor], None]
+    ) -> None:
+        return None
+
     def beside(self, gain: float, slower: Callable[[int], float]) -> None:
         return None
 
@@ -132,6 +137,15 @@ class PeerRows:
 
     def total(self, *parts: Tensor) -> list[Tensor]:
         return self.gather(totals=parts) if parts else []
+
+    def lay_down(
+        self, shape: torch.Size, dtype: torch.dtype, write: Callable[[Tensor], None]
+    ) -> list[Tensor]:
+        there = [place for (place,) in self._memory([(shape, dtype)])]
+        self._wait()  # until the others have read what was there
+        write(there[self._rank])
+        self._wait()  # until they have written
+        return there
 
     def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
         if self._multiprocessors == 0 or gain <= START:

@@ -79,6 +79,15 @@ class RowExchange(Protocol):
         All ranks get the same bits.
         """
 
+    def lay_down(
+        self, shape: torch.Size, dtype: torch.dtype, write: Callable[[Tensor], None]
+    ) -> list[Tensor] | None:
+        """What each rank has laid down for the others to read, by rank: contiguous, of `shape` and `dtype`.
+
+        `write` fills this rank's. What is returned has to be read before the next exchange. None, where ranks do not
+        read each other's memory: nothing is written then, nor exchanged.
+        """
+
     def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
         """How to exchange rows beside a product, where that gains so many seconds; None if before or after it.
 

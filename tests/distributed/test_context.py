@@ -93,6 +93,7 @@ BF16: dict[str, Any] = {"fused": True, "dtype": torch.bfloat16}
 BF16["model"] = {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4}
 ON_FOUR = (
     Way("four ranks, FP8, checkpoint, sharded", fp8=True, save="checkpoint", sharded=True, **BF16),
+    Way("four ranks, whole rows, checkpoint", documents=False, save="checkpoint", **BF16),
     Way("2 x 2", vocabulary=True, **BF16),
     Way("2 x 2, dropout", dropout=0.1, vocabulary=False, save="checkpoint", **BF16),
     Way("2 x 2, FP8", dropout=0.1, fp8=True, vocabulary=True, **BF16),

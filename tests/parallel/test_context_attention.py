@@ -19,7 +19,7 @@ from lorakernels.autograd.attention import (
     choose_segments,
     segments_mask,
 )
-from lorakernels.autograd.chunk_attention import attend_chunks
+from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
 from lorakernels.parallel import context_attention
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 
@@ -119,26 +119,26 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.devic
         assert float((ours.detach().double() - theirs).norm() / theirs.norm()) <= bound
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
-    ranks: int, device: torch.device
+    ranks: int, rows: int, device: torch.device
 ) -> None:
     """Each rank's two chunks of rows that are one document each, beside float64's.
 
     On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once more.
     """
-    rows, size, heads, dim = 2, 32, 4, 64
+    size, heads, dim = 32, 4, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
-    kv_heads = 2 if on_gpu else heads
-    name = "cudnn" if on_gpu else "torch"
+    kv_heads, name = 2, "cudnn" if on_gpu else "torch"
     if on_gpu and torch.cuda.get_device_capability(device) < (9, 0):
         pytest.skip("cuDNN's attention is taken on Hopper")
     q, k, v = (
-        (torch.randn(rows, n, length, dim, device=device) * 2).to(dtype).requires_grad_()
+        (torch.randn(rows, n, length, dim, device=device) * 2).to(dtype)
         for n in (heads, kv_heads, kv_heads)
     )
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     wide = [x.repeat_interleave(heads // x.shape[1], 1) for x in exact]
     scores = (wide[0] @ wide[1].transpose(-1, -2) * 0.3).masked_fill(~mask, -torch.inf)
@@ -150,13 +150,17 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
         at = torch.cat([torch.arange(b, b + size, device=device) for b in chunks.begins])
-        here = q.detach()[:, :, at].requires_grad_()
-        out = attend_chunks(name, here, k, v, chunks.begins, 0.3)
-        found[:, :, at] = out.detach()
-        dq, dk, dv = torch.autograd.grad(out, (here, k, v), grad[:, :, at])
+        call, here = Call(name, chunks.begins, 0.3), q[:, :, at]
+        with torch.no_grad():
+            attended = attend_chunks(call, here, k, v)
+            dq, parts = chunk_gradients(call, grad[:, :, at], here, k, v, attended)
+        for result in (attended.out, dq):
+            assert result.transpose(1, 2).is_contiguous()
+        found[:, :, at] = attended.out
         totals[0][:, :, at] += dq
-        totals[1] += dk
-        totals[2] += dv
+        for begin, *each in parts:
+            for total, d in zip(totals[1:], each, strict=True):
+                total[:, :, begin : begin + d.shape[2]] += d
     for ours, theirs in zip((found, *totals), (expected.detach(), *gradients), strict=True):
         assert float((ours.double() - theirs).norm() / theirs.norm()) <= bound
 
@@ -181,6 +185,9 @@ class OneRow:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         return [x]
+
+    def lay_down(self, shape: torch.Size, dtype: torch.dtype, write: Any) -> None:
+        return None
 
 
 def test_the_backend_is_chosen_anew_under_deterministic_algorithms(
