@@ -74,11 +74,10 @@ def check_places(
     batch, own, packed = (0, 0, False) if refused else (*rows.shape[:2], starts is not None)
     total = batch * own * ranks.size
     found = torch.zeros(13, dtype=torch.int64, device=rows.device)
-    found[0] = bool(refused)
+    known = torch.tensor((bool(refused), batch, own, packed, -batch, -own, -packed))
+    found[:7].copy_(known, non_blocking=True)  # a number of the host's that is assigned would wait
     if not refused:
         assert positions is not None
-        shape = torch.tensor((batch, own, packed))
-        found[1:7].copy_(torch.cat((shape, -shape)), non_blocking=True)
         found[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
         if vocabulary:
             found[12] = unknown(rows, vocabulary)

@@ -48,7 +48,9 @@ def waits(rank: int, device: torch.device) -> dict[str, list[str]]:
             torch.cuda.set_sync_debug_mode("warn")
             context.loss(labels, input_ids=tokens, **inputs)
             torch.cuda.set_sync_debug_mode("default")
-        found[name] = [f"{w.filename}:{w.lineno}" for w in said if "synchroniz" in str(w.message)]
+        found[name] = [
+            f"{w.filename}:{w.lineno}" for w in said if "called a synchronizing" in str(w.message)
+        ]
     return found
 
 
