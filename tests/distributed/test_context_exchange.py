@@ -18,21 +18,12 @@ from lorakernels.parallel.row_exchange import (
     row_exchange,
 )
 from lorakernels.parallel.tensor_ranks import Ranks
+from tests.kernels.test_chunk_rows import Sizes
 from tests.parallel.test_context_attention import visible
 from tests.processes import backend_on_gpus, on_ranks
 
 pytestmark = pytest.mark.slow
 SCALE = 0.2
-
-
-class Sizes(NamedTuple):
-    """B, H, Hk, C, D."""
-
-    rows: int
-    heads: int
-    kv_heads: int
-    size: int
-    dim: int
 
 
 CASES = {
