@@ -135,16 +135,21 @@ def check_frozen(weight: Tensor, name: str = "the layer") -> None:
         )
 
 
-def check_input(x: Tensor, weight: Tensor) -> None:
-    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device. RuntimeError
-    for a weight that is to train, and in torch.jit.trace, which records no autograd nodes of Python."""
-    if weight.requires_grad:
-        check_frozen(weight)
+def refuse_trace() -> None:
+    """RuntimeError in torch.jit.trace."""
     if torch.jit.is_tracing():
         raise RuntimeError(
             "torch.jit.trace cannot record this layer: use torch.compile or torch.export, or call merge_and_unload and "
             "trace the plain layers that it leaves"
         )
+
+
+def check_input(x: Tensor, weight: Tensor) -> None:
+    """Refuse an x that `lora_linear` cannot take: TypeError for its dtype, ValueError for shape or device. RuntimeError
+    for a weight that is to train, and in torch.jit.trace, which records no autograd nodes of Python."""
+    if weight.requires_grad:
+        check_frozen(weight)
+    refuse_trace()
     if x.dtype not in FLOATS:
         is_fp8 = x.is_floating_point() and x.element_size() == 1
         cause = "; is it cast to an FP8 layer's weight.dtype?" if is_fp8 else ""

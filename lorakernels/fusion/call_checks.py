@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.autograd.linear_values import refuse_trace
 from lorakernels.autograd.longest_document import check_longest
 from lorakernels.fusion.parts import Parts
+from lorakernels.numerics.autocast import autocast_dtype
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -23,6 +25,7 @@ def check_call(
     Raises:
         TypeError, ValueError, RuntimeError: as FusedDecoderLayer.forward has them.
     """
+    refuse_trace()
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"attention_mask must be None or a 4-D tensor, found {found}")
@@ -42,11 +45,11 @@ def check_call(
         raise ValueError(
             f"dropouts in a fused layer must be 0 in training, found {dropout}: unfuse the model first"
         )
-    kind = h.device.type
-    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != h.dtype:
+    dtype = autocast_dtype(h.device.type)
+    if dtype is not None and dtype != h.dtype:
         raise RuntimeError(
-            f"a fused layer computes in the dtype of its input, found {h.dtype} under autocast to "
-            f"{torch.get_autocast_dtype(kind)}: load the model in that dtype"
+            f"a fused layer computes in the dtype of its input, found {h.dtype} under autocast to {dtype}: load the "
+            "model in that dtype"
         )
     for path, owner, name, module in parts.places:
         if owner.get(name) is not module:

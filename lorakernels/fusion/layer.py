@@ -83,7 +83,7 @@ class FusedDecoderLayer(nn.Module):
 
         Raises:
             RuntimeError: there is a cache where gradients are computed, a module was exchanged since `fuse`, or
-                autocast is to another dtype.
+                autocast is to another dtype. Or torch.jit.trace records it.
             TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
 
         A `cu_seq_lens_q` of a GPU with a document longer than `max_length_q` is a device assertion

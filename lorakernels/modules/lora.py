@@ -113,7 +113,7 @@ class LoRALinear(MergeableLinear):
     adapter_rows: CallRows | None = None  # an AdapterBatch's
     site = number("site")
     row0 = number("row0")
-    chunks = number("chunks")
+    chunks = number("chunks", ())
     scaling = number("scaling")
     lora_dropout = number("lora_dropout")
 
@@ -226,7 +226,6 @@ class LoRALinear(MergeableLinear):
         self.scaling = config.scaling_for(self.name)
         self.lora_dropout = config.lora_dropout
         self.site = self.row0 = 0
-        self.chunks = ()
         self.rng_state: PhiloxState | PhiloxStates | None = None
         self.disable_adapters = False
         self.lora_A = nn.Parameter(
@@ -270,9 +269,9 @@ class LoRALinear(MergeableLinear):
 
     def renew_handle(self) -> None:
         super().renew_handle()
-        if "chunks" in (own := self.__dict__):  # the last number that the construction sets
-            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"], own["chunks"]
-            self._of_calls = AdapterNumbers(*numbers)
+        if "row0" in (own := self.__dict__):  # the last number that the construction sets
+            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"]
+            self._of_calls = AdapterNumbers(*numbers, self.chunks)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.

@@ -67,7 +67,7 @@ class ShardedAdamW(torch.optim.AdamW):
     compares the ranks; later ones do not, because that would make the host wait. So it is with `average`,
     `max_grad_norm`, and AdamW's keywords of each group: the constructor, `add_param_group` and the first step after
     them compare these. What a scheduler does to them afterwards, it must do on all ranks. After `pipeline_parallel` the
-    very first step compares `average` and `max_grad_norm` of all stages.
+    very first step compares `average` and `max_grad_norm` of all stages, each of which needs a ShardedAdamW then.
 
     fp16's GradScaler is not supported: it judges each rank's gradients alone.
     """

@@ -7,6 +7,8 @@ from typing import Any
 
 from lorakernels.train.errors import require
 
+MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which may bring several mappings, one after the other
+
 
 def load_yaml(text: str) -> Any:
     """The plain values that a text in YAML describes.
@@ -30,6 +32,8 @@ def _check_names(yaml: Any, node: Any, seen: set[int]) -> None:
             _check_names(yaml, part, seen)
         if isinstance(child, tuple) and isinstance(child[0], yaml.ScalarNode):
             name = child[0].value
+            if child[0].tag == MERGE:
+                continue
             if name in names:
                 raise yaml.MarkedYAMLError(
                     problem=f"found {name!r} twice in one mapping", problem_mark=child[0].start_mark

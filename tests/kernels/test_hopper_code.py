@@ -126,12 +126,12 @@ def activation(
     return Code(kernel, types, constants, config.num_warps, exactly=loaded)
 
 
-def stacked(split: bool, compact: bool) -> Code:
+def stacked(split: bool, compact: bool, adapters: int = 1, columns: int = 64) -> Code:
     types = typed(p_fp32="out out2 b0 b1 b2 b3 factors", i32="n1 n2 n3 n4 r1 r2 r3 r4 compact_rank")
     constants = {
         "COUNT": 3,
-        "COLUMNS": 64,
-        "TILE": block_diagonal.TILE,
+        "COLUMNS": columns,
+        "TILE": block_diagonal.tile_of(adapters, columns),
         "SPLIT": split,
         "COMPACT": compact,
     }
@@ -155,6 +155,7 @@ CODES = {
     **{f"rms_norm_backward {k}": norm_backward(k) for k in (2048, 4096, 8192, 16384)},
     **{f"rope {half}": rope(half) for half in (32, 64, 128)},
     **{f"block_diagonal split {s} compact {c}": stacked(s, c) for s in (False, True) for c in (False, True)},
+    **{f"block_diagonal of {k}, split {s}": stacked(s, False, 8, k) for s in (False, True) for k in (32, 64, 128, 256)},
 }  # fmt: skip
 
 

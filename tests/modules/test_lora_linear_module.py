@@ -21,6 +21,7 @@ from lorakernels import (
     ops,
     training_state_dict,
 )
+from lorakernels.autograd import AdapterNumbers
 from lorakernels.modules import stored_weight
 from lorakernels.modules.dora import DoRALinear
 
@@ -171,6 +172,25 @@ def test_round_trips_bit_for_bit(how, fp8, layout):
         y.pow(2).sum().backward()
         results.append((y, xs.grad, module.lora_A.grad, module.lora_B.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", ["scaling", "lora_dropout", "row0", "site"])
+def test_a_pickle_older_than_chunks_follows_its_numbers(name):
+    """It has no `chunks`. Its eager calls would keep the numbers that it was saved with."""
+    layer = trained(make(lora_dropout=0.25))
+    state = layer.__getstate__()
+    state.pop("chunks", None)
+    state["_of_calls"] = AdapterNumbers(*state["_of_calls"][:4])
+    old = LoRALinear.__new__(LoRALinear)
+    old.__setstate__(copy.deepcopy(state))
+    assert old.chunks == ()
+    x, found = torch.randn(6, 24), []
+    for module, value in ((layer, None), (layer, 0.5), (old, 0.5)):
+        if value is not None:
+            setattr(module, name, value if name in ("scaling", "lora_dropout") else 64)
+        torch.manual_seed(0)
+        found.append(module(x))
+    assert not torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
 
 
 def test_state_dict_has_the_checkpoint_names_of_fp8_layers():

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lorakernels import (
     BlockScaling,
@@ -17,9 +18,11 @@ from lorakernels import (
     LoRALinear,
     LoRALinearGroup,
     apply_lora,
+    fuse,
     linear_cross_entropy,
 )
 from lorakernels.config import Recipe
+from tests.fusion.fused_models import LINEARS, adapted
 
 RECIPES = [None, DelayedScaling(), BlockScaling()]
 recipes = pytest.mark.parametrize("fp8", RECIPES, ids=["plain", "delayed", "blocks"])
@@ -51,6 +54,35 @@ def test_a_frozen_layer_and_a_group_without_values_have_shapes(fp8: Recipe | Non
     apply_lora(pair, LoRAConfig(r=4, target_modules=["0", "1"], fp8=fp8))
     members = [layer for layer in pair if isinstance(layer, LoRALinear)]
     assert [y.shape for y in LoRALinearGroup(members)(x)] == [(3, 48), (3, 16)]
+
+
+def decoder(fp8: Recipe | None) -> tuple[nn.Module, dict[str, Any]]:
+    """A fused model, and the arguments of its layers for 8 tokens."""
+    model = adapted("Llama", LINEARS, model={"num_hidden_layers": 1}, fp8=fp8)
+    fuse(model)
+    h = torch.randn(1, 8, model.config.hidden_size)
+    angles = model.model.rotary_emb(h, torch.arange(8)[None])
+    return model, {"hidden_states": h, "position_embeddings": angles}
+
+
+@pytest.mark.parametrize("fp8", RECIPES[:2], ids=["plain", "delayed"])
+def test_a_fused_layer_moved_to_meta_has_shapes(fp8: Recipe | None) -> None:
+    model, arguments = decoder(fp8)
+    arguments = tree_map_only(torch.Tensor, lambda x: x.to("meta"), arguments)
+    y = model.to("meta").model.layers[0](**arguments)
+    assert y.is_meta and y.shape == arguments["hidden_states"].shape
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_trace_of_a_fused_layer_is_refused_by_name() -> None:
+    model, arguments = decoder(None)
+    h, angles = arguments.values()
+
+    def run(x: torch.Tensor) -> Any:
+        return model.model.layers[0](x, position_embeddings=angles)
+
+    with pytest.raises(RuntimeError, match=r"use torch\.compile"):
+        torch.jit.trace(run, h)
 
 
 def test_a_loss_without_values_has_a_shape() -> None:

@@ -13,6 +13,7 @@ from lorakernels.train.errors import OptionError
 from lorakernels.train.names import PEERS, near
 from lorakernels.train.option_sources import kinds, resolve
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.yaml_text import load_yaml
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -72,6 +73,14 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(OptionError) as caught:
         resolve({**GIVEN, "config": str(config)}, {})
     assert message in str(caught.value)
+
+
+def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
+    """`<<` is no name: PyYAML takes all mappings that it brings, and what the mapping itself has comes first."""
+    text = "a: &a {r: 1, lr: 2}\nb: &b {steps: 3}\nc:\n  <<: *a\n  <<: *b\n  r: 4\n"
+    assert load_yaml(text)["c"] == {"r": 4, "lr": 2, "steps": 3}
+    with pytest.raises(yaml.YAMLError, match="found '<<' twice"):
+        load_yaml("{'<<': 1, '<<': 2}")
 
 
 @pytest.mark.parametrize(

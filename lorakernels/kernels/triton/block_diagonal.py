@@ -18,10 +18,15 @@ from lorakernels.numerics.segments import adapters_of
 from lorakernels.values import SideBySide
 
 MAX_BLOCKS = 4
-TILE = 16  # rows of a program, of one adapter
-TILE_OF_MANY = (
-    64  # of several: 9 µs, not 18, for eight adapters of two projections of 14,336 rows on an H200
-)
+TILE = 16  # rows of a program
+# The most rows of a program of several adapters: 9 µs, not 18, for eight of two projections of 14,336 rows on an H200.
+MOST_ROWS = 64
+ELEMENTS = 2048  # of a program of several adapters, of which registers hold all
+
+
+def tile_of(adapters: int, columns: int) -> int:
+    """Rows of a program, where each row has `columns` elements, rounded up to a power of two."""
+    return TILE if adapters == 1 else max(TILE, min(MOST_ROWS, ELEMENTS // columns))
 
 
 @triton.jit
@@ -126,7 +131,8 @@ def launch(
     pointers += [whole] * (MAX_BLOCKS - len(rows))
     early = quantize.overlaps(whole.device)
     adapters = max(1, adapters_of(whole))
-    tile = TILE if adapters == 1 else TILE_OF_MANY
+    columns = triton.next_power_of_2(r[-1])
+    tile = tile_of(adapters, columns)
     device = whole.device if whole.device.type == "cuda" else -1  # none for the interpreter
     with torch.cuda.device(device):
         launch_kernel(
@@ -140,7 +146,7 @@ def launch(
             *ends[1],
             max(ranks),
             COUNT=len(rows),
-            COLUMNS=triton.next_power_of_2(r[-1]),
+            COLUMNS=columns,
             TILE=tile,
             SPLIT=split,
             COMPACT=compact,
