@@ -71,8 +71,9 @@ class PeerRows:
     The waits are torch's barriers between GPUs: nothing waits on the host, so that graphs can hold an exchange. All
     exchanges of a group use one memory, and have to be on one stream.
 
-    Where a rank raises in the middle of an exchange beside a product, its next one would be another than the others'.
-    It raises a RuntimeError from then on. They wait until that process ends, or for the timeout of their group.
+    Where a rank raises in the middle of an exchange beside a product, or while it lays something down, its next one
+    would be another than the others'. It raises a RuntimeError from then on. They wait until that process ends, or for
+    the timeout of their group.
     """
 
     name = "peer"
@@ -143,7 +144,8 @@ class PeerRows:
     ) -> list[Tensor]:
         there = [place for (place,) in self._memory([(shape, dtype)])]
         self._wait()  # until the others have read what was there
-        write(there[self._rank])
+        with self._breaking_off():
+            write(there[self._rank])
         self._wait()  # until they have written
         return there
 
@@ -155,6 +157,22 @@ class PeerRows:
         if self._side is None:
             self._side = torch.cuda.Stream(self._device)
         return _PeersBeside(self)
+
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        """The middle of an exchange: what is raised there ends all later exchanges.
+
+        A capture ends, too, but nothing has run in it, so that later exchanges are as before.
+        """
+        before = self._broken
+        try:
+            yield
+        except BaseException as error:
+            self._broken = before or str(error) or type(error).__name__
+            with suppress(RuntimeError):  # of a capture or a device that failed: `error` says why
+                if torch.cuda.is_current_stream_capturing():
+                    self._broken = before
+            raise
 
     def _memory(self, forms: list[tuple[torch.Size, torch.dtype]]) -> list[list[Tensor]]:
         """For each rank its memory for tensors of these shapes and dtypes. It grows where it is too small."""
@@ -178,7 +196,9 @@ class PeerRows:
         for shape, dtype in forms:
             starts.append(end // dtype.itemsize)
             end += aligned(shape.numel() * dtype.itemsize)
-        if end > self._capacity:
+        if (
+            end > self._capacity or self._handle is None
+        ):  # ranks wait for each other by it, for nothing, too
             self._grow(end)
         return [
             [
@@ -198,7 +218,7 @@ class PeerRows:
         import torch.distributed._symmetric_memory as symmetric
 
         self._views.clear()
-        self._capacity = max(LEAST, 1 << (wanted - 1).bit_length())
+        self._capacity = max(LEAST, 1 << max(wanted - 1, 0).bit_length())
         memory = comm.peer_memory(self._capacity, self._device)
         self._handle = symmetric.rendezvous(memory, self._group.group_name)
         self._held.append(memory)
@@ -330,20 +350,14 @@ class _PeersBeside:
 
     @contextmanager
     def _at_once(self) -> Iterator[None]:
-        """The products and copies of an exchange. What is raised there ends the copies, and all later exchanges.
-
-        A capture ends, too, but nothing has run in it, so that later exchanges are as before.
-        """
-        peers, before = self._peers, self._peers._broken
-        try:
-            yield
-        except BaseException as error:
-            peers._broken = before or str(error) or type(error).__name__
-            with suppress(RuntimeError):  # of a capture or a device that failed: `error` says why
-                if torch.cuda.is_current_stream_capturing():
-                    peers._broken = before
-                self._join()  # before memory that they read serves others
-            raise
+        """The products and copies of an exchange. What is raised there ends the copies, and all later exchanges."""
+        with self._peers._breaking_off():
+            try:
+                yield
+            except BaseException:
+                with suppress(RuntimeError):  # as in `_breaking_off`
+                    self._join()  # before memory that they read serves others
+                raise
 
     def _spread(self, there: list[list[Tensor]], factor: Tensor | None) -> None:
         """Write each rank's rows of `factor` into its memory."""

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from lorakernels.parallel import comm
@@ -216,6 +217,46 @@ def test_an_exchange_that_breaks_off_is_the_last(
             rows.sum(x.double())
 
 
+@pytest.mark.parametrize("capturing", [False, True], ids=["eager", "captured"])
+def test_what_fails_to_lay_down_is_the_last(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait a second time. Of this rank they would take the next exchange's first wait for it."""
+    done: list[str] = []
+    rows, _ = one_of_two(done, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    form = torch.Size([4, 8]), torch.float32
+    with pytest.raises(MemoryError):
+        rows.lay_down(*form, mock.Mock(side_effect=MemoryError("no memory for dk")))
+    assert done == ["barrier"]
+    done.clear()
+    if capturing:
+        rows.lay_down(*form, lambda place: None)
+        assert done == ["barrier"] * 2
+        return
+    for exchange in (
+        lambda: rows.lay_down(*form, lambda place: None),
+        lambda: rows.gather(torch.ones(4, 8)),
+    ):
+        with pytest.raises(RuntimeError, match=r"broke off on this rank \(no memory for dk\)"):
+            exchange()
+    assert not done
+
+
+def test_ranks_have_memory_to_wait_by_where_the_first_rows_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows, made = PeerRows.__new__(PeerRows), list[int]()
+    rows._size, rows._capacity, rows._handle, rows._views, rows._held = 2, 0, None, {}, []
+    rows._device, rows._group = torch.device("cpu"), mock.Mock()
+    monkeypatch.setattr(row_exchange_module.comm, "peer_memory", lambda size, _: made.append(size))
+    monkeypatch.setattr(symmetric, "rendezvous", lambda memory, name: mock.Mock())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(2):
+        rows._memory([(torch.Size([0, 8]), torch.float32)])
+    assert made == [row_exchange_module.LEAST] and rows._handle is not None
+
+
 @pytest.mark.parametrize(
     ("others", "overlap", "said"),
     [
@@ -405,8 +446,6 @@ def test_memory_grows_while_one_ranks_gpu_is_late() -> None:
 
 def test_others_see_memory_once_the_device_has_zeroed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch zeroes it later, with its signals: what others had written there would be lost."""
-    import torch.distributed._symmetric_memory as symmetric
-
     order = list[str]()
     monkeypatch.setattr(symmetric, "empty", lambda n, **_: order.append("empty") or torch.zeros(n))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("wait"))
