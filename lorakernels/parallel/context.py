@@ -405,8 +405,8 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     Raises:
         TypeError: the model has no config of transformers, or is PEFT's around one.
         ValueError: the mesh has several dimensions; ranks' adapters, FP8 scales or generators differ; a layer has a
-            sliding window, capped scores or FP8 attention; there is an nn.Dropout, or dropout over DoRA; layers are
-            split, or stages are, over the same ranks. All ranks raise, and nothing is changed.
+            sliding window, capped scores or FP8 attention, or graphs replay it; there is an nn.Dropout, or dropout
+            over DoRA; layers are split, or stages are, over the same ranks. All ranks raise, and nothing is changed.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
@@ -414,7 +414,13 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     with nullcontext() if cut is None else comm.together(cut.ranks.group):
         layers = _checked(model, ranks, cut)
     ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)
-    return ContextParallel(model, ranks).attach(layers)
+    found = ContextParallel(model, ranks)
+    try:
+        with comm.together(ranks.group):
+            return found.attach(layers)
+    except BaseException:
+        found.close()
+        raise
 
 
 def _checked(model: nn.Module, ranks: Ranks, cut: Cut | None) -> dict[str, nn.Module]:

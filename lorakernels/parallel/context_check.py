@@ -10,6 +10,7 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
+from lorakernels.parallel.layers import managed_by_graphs
 from lorakernels.parallel.tensor_check import checksum, generators, scales
 
 OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
@@ -24,7 +25,12 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def objection(layer: nn.Module) -> str:
-    """Why a decoder layer's attention cannot run over ranks; "" if it can."""
+    """Why a decoder layer's attention cannot begin to run over ranks; "" if it can."""
+    if managed_by_graphs(layer):
+        return (
+            "is managed by attach or lorakernels.graphs, whose replays would have attention of whole rows: call "
+            "context_parallel first"
+        )
     spec = spec_of(layer)
     if spec.window_of(layer) is not None:
         return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"

@@ -18,6 +18,7 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]
+GRAPHS = "lorakernels.graphs"
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -36,6 +37,13 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     if not found:
         raise ValueError(f"{type(model).__name__} has no decoder layer: shard_base knows {KNOWN}")
     return found
+
+
+def managed_by_graphs(layer: nn.Module) -> bool:
+    """Whether a GraphManager records or replays the layer."""
+    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    own = vars(layer).get("forward")
+    return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
 
 
 def frozen_linears(layer: nn.Module) -> dict[str, FrozenFP8Linear]:

@@ -20,14 +20,13 @@ from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context import NO_MASK, ContextParallel
-from lorakernels.parallel.layers import decoder_layers
+from lorakernels.parallel.layers import GRAPHS, decoder_layers, managed_by_graphs
 from lorakernels.parallel.pipeline_stages import ROWS, Absent, Places, Stage
 from lorakernels.parallel.tensor_check import checksum
 from lorakernels.parallel.tensor_vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
-GRAPHS = "lorakernels.graphs"
 _TAKEN = ("input_ids", *ROWS, "cu_seq_lens_q", "max_length_q")
 
 
@@ -310,13 +309,6 @@ def own_inputs(
             check_forms(found, whose)
         context.look_at(own["input_ids"], own)
     return own
-
-
-def managed_by_graphs(layer: nn.Module) -> bool:
-    """Whether a GraphManager records or replays the layer."""
-    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    own = vars(layer).get("forward")
-    return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
 
 
 def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, placed: bool) -> None:
