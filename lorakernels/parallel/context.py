@@ -386,7 +386,7 @@ def _refused(rows: Tensor, kwargs: dict[str, Any]) -> str:
         return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
     if kwargs.get("attention_mask") is not None:
         return NO_MASK
-    if rows.shape[1] % 2:
+    if rows.shape[1] % 2 or not rows.shape[1]:
         return f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
     return ""
 

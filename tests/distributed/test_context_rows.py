@@ -36,15 +36,22 @@ WAYS = {
 def gradients(
     model: nn.Module, context: ContextParallel, device: torch.device, late: bool
 ) -> dict[str, Tensor]:
-    """Of microbatches of 2, 1 and 2 rows. `late`: all forwards come before the first backward."""
+    """Of microbatches of 2, 1 and 2 rows, the last of half as many tokens, and an evaluation of a quarter.
+
+    `late`: all forwards come before the first backward.
+    """
     torch.manual_seed(5)
     model.zero_grad()
     losses = []
-    for step, rows in enumerate((ROWS, 1, ROWS)):
-        tokens, labels = batch(step, device)
-        losses.append(context.loss(labels[:rows], input_ids=tokens[:rows]))
+    for step, (rows, length) in enumerate(((ROWS, LENGTH), (1, LENGTH), (ROWS, LENGTH // 2))):
+        tokens, labels = (x[:rows, :length] for x in batch(step, device))
+        losses.append(context.loss(labels, input_ids=tokens))
         if not late:
             losses.pop().backward()
+    model.eval()
+    with torch.no_grad():
+        context.loss(labels[:, : LENGTH // 4], input_ids=tokens[:, : LENGTH // 4])
+    model.train()
     while losses:
         losses.pop(0).backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -97,6 +104,7 @@ def on_one_rank(
         "int64 on one": (rows, {"cu_seq_lens_q": starts.long(), "position_ids": own}),
         "a mask": (rows, {"position_ids": own, "attention_mask": torch.ones_like(rows)}),
         "odd": (rows[:, 1:], {"position_ids": own[:, 1:]}),
+        "empty": (rows[:, :0], {"position_ids": own[:, :0]}),
         "one dimension": (rows.flatten(), {"position_ids": own.flatten()}),
         "a list of starts": (rows, {"cu_seq_lens_q": starts.tolist(), "position_ids": own}),
         "a list of positions": (rows, {"position_ids": own.tolist()}),
@@ -221,6 +229,7 @@ def test_documents_that_are_not_said_are_refused_on_all_ranks(fused: bool) -> No
         "int64 on one": "cu_seq_lens_q must be int32 [documents + 1], found torch.int64 [8]",
         "a mask": "attention_mask must be None over ranks",
         "odd": "a rank has two chunks of a row, found 7 tokens",
+        "empty": "a rank has two chunks of a row, found 0 tokens",
         "one dimension": "rows must be [B, S/n] or [B, S/n, H], found [16]",
         "a list of starts": "cu_seq_lens_q must be int32 [documents + 1], found list",
         "a list of positions": "position_ids must be [1 or 2, 8] as this rank's tokens, found list",
