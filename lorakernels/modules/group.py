@@ -259,12 +259,12 @@ class LoRALinearGroup:
 
     def _project(self, index: int, x: Tensor, shared: SharedInput) -> Tensor:
         member, active = self.members[index], is_active(self.members[index])
-        slot, p, site = shared.slot, shared.spec.p, shared.spec.site
+        slot, owner = shared.slot, shared.spec  # who drew the mask, if it is shared
+        mask = owner.p, owner.site, owner.row0, owner.chunks
         if index not in shared.s:
             slot = member.draw_slot(x.device) if _drops(member) else None
-            p, site = member.lora_dropout, member.site
-        place = member.row0, member.chunks
-        spec = LoRASpec(member.scaling, p, site, *place, blocks=member.block_scaling)
+            mask = member.lora_dropout, member.site, member.row0, member.chunks
+        spec = LoRASpec(member.scaling, *mask, blocks=member.block_scaling)
         state = member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member.column, member.training)

@@ -273,6 +273,21 @@ def test_one_mask_is_one_mask():
         assert torch.allclose(k, v, rtol=0, atol=2.0**-16) == shared_dropout
 
 
+@pytest.mark.parametrize("place", [{"row0": 64}, {"chunks": (1, 2, 2)}], ids=["row0", "chunks"])
+def test_one_mask_lies_in_one_place_whoever_reads_it(place):
+    """Backward drops what forward did: the first member draws, and where others say that their rows lie is not read."""
+    layer, group = one_group((0.5, True))
+    x, found = torch.randn(12, 32), []
+    for turn in range(2):
+        if turn:
+            for name, value in place.items():
+                setattr(layer.v_proj, name, value)
+        torch.manual_seed(3)
+        *_, v = group(given := x.clone().requires_grad_())
+        found.append([v, *torch.autograd.grad(v.square().sum(), [given, layer.v_proj.lora_A])])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_group_whose_first_member_is_switched_off_still_draws():
     layer, _ = one_group((0.5, True))
     x = torch.randn(64, 32)
