@@ -109,26 +109,37 @@ def test_graphs_of_whole_rows_are_refused() -> None:
         assert ours == other
 
 
-def failing(rank: int, device: torch.device) -> tuple[str, bool, bool]:
-    """What is said where rank 1 alone has no memory, whether the model is as before, and whether it then works."""
-    model, mesh = fused(device), init_device_mesh("cpu", (2,))
-    before = {n: {*vars(m)} for n, m in model.named_modules()}
+def held(model: nn.Module) -> dict[str, Any]:
+    """Names of attributes, hooks and masks' places of all modules, and what attends. () stands for no chunks."""
     config: Any = model.config
-    attention = config._attn_implementation
-    raised = MemoryError("no memory") if rank else None
+    found = {
+        path: ({*vars(m)} - {"chunks"}, [*m._forward_pre_hooks], getattr(m, "chunks", None))
+        for path, m in model.named_modules()
+    }
+    return {**found, "attention": config._attn_implementation}
+
+
+def failing(rank: int, device: torch.device, fuses: bool) -> tuple[str, bool, bool, bool]:
+    """What is said where rank 1 alone has no memory; whether the model is as before, works, and is closed then."""
+    model, mesh = make(Way("", dropout=0.3), device), init_device_mesh("cpu", (2,))
+    if fuses:
+        fuse(model)
+    before, raised = held(model), MemoryError("no memory") if rank else None
     with (
         mock.patch.object(context_module, "share_state", side_effect=raised),
         pytest.raises(Exception, match="no memory") as error,
     ):
         context_parallel(model, mesh)
-    after = {n: {*vars(m)} for n, m in model.named_modules()}
-    hooks = [*model._forward_pre_hooks, *model.base_model._forward_pre_hooks]  # type: ignore[union-attr,list-item]
-    same = after == before and not hooks and config._attn_implementation == attention
+    same = held(model) == before
     tokens, labels = batch(0, device)
-    loss = context_parallel(model, mesh).loss(labels, input_ids=tokens)
-    return str(error.value), same, bool(loss.isfinite())
+    context = context_parallel(model, mesh)
+    loss = context.loss(labels, input_ids=tokens)
+    open_ = held(model)
+    context.close()
+    return str(error.value), same, bool(loss.isfinite()), held(model) == before != open_
 
 
-def test_a_rank_that_fails_leaves_all_models_as_they_were() -> None:
-    for said, same, works in on_ranks(failing, 2, "gloo"):
-        assert "no memory" in said and same and works
+@pytest.mark.parametrize("fuses", [False, True], ids=["layers", "fused"])
+def test_a_rank_that_fails_leaves_all_models_as_they_were(fuses: bool) -> None:
+    for said, *right in on_ranks(failing, 2, "gloo", fuses):
+        assert "no memory" in said and right == [True] * 3
