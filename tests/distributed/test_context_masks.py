@@ -92,7 +92,7 @@ class Seen(TorchDispatchMode):
 
 
 def steps(model: nn.Module, way: Way, context: Any, device: torch.device) -> Seen:
-    """Two steps without an update of parameters, the second with the scales of the first. Then one of half the tokens."""
+    """Two steps without updates of parameters, the second with the scales of the first, and one of half the tokens."""
     torch.manual_seed(9)
     with Seen() as seen:
         for step in range(2):
