@@ -228,10 +228,14 @@ def test_the_example_runs(example: str, ranks: int) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     run.append(str(ranks))
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [*run, str(root / "examples" / example)],
-        capture_output=True, text=True, env=environment, cwd=root, timeout=300,
-    )  # fmt: skip
+    for _ in range(2):
+        found = subprocess.run(
+            [*run, str(root / "examples" / example)],
+            capture_output=True, text=True, env=environment, cwd=root, timeout=300,
+        )  # fmt: skip
+        # Ended so, as the interpreter ends, 3 of some 70 runs on a busy host; the cause is not found (docs/log, 2026-11-27).
+        if "terminate called without an active exception" not in found.stderr:
+            break
     assert found.returncode == 0, found.stderr[
         :4000
     ]  # what a rank says comes first, torchrun's words after it
