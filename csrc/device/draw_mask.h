@@ -24,8 +24,8 @@ constexpr int kRowsOfUnit = 8;
 
 // Draws this block's rows of the mask [rows, dropped_words(cols)]. Whole warps call it, each when it has time. A warp
 // takes one unit after the other, 32 words in kRowsOfUnit rows, until none is left. `count`, in shared memory and 0 at
-// first, is how many units were taken. With kRuns rows are placed
-// once for those that follow each other, which takes two registers more.
+// first, is how many units were taken. With kRuns, rows that follow each other are placed once for all, which takes two
+// registers more.
 template <bool kRuns = true>
 __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols,
                                           uint32_t* count) {

@@ -196,9 +196,8 @@ class PeerRows:
         for shape, dtype in forms:
             starts.append(end // dtype.itemsize)
             end += aligned(shape.numel() * dtype.itemsize)
-        if (
-            end > self._capacity or self._handle is None
-        ):  # ranks wait for each other by it, for nothing, too
+        # Ranks wait for each other by the handle, also where there is nothing to exchange.
+        if self._handle is None or end > self._capacity:
             self._grow(end)
         return [
             [

@@ -233,7 +233,7 @@ def test_the_example_runs(example: str, ranks: int) -> None:
             [*run, str(root / "examples" / example)],
             capture_output=True, text=True, env=environment, cwd=root, timeout=300,
         )  # fmt: skip
-        # 3 of some 70 runs ended so behind their last line; the cause is not found (docs/log, 2026-11-27).
+        # 3 of some 70 runs ended so; the cause is not found (docs/log, 2026-11-27).
         if "terminate called without an active exception" not in found.stderr:
             break
     assert found.returncode == 0, found.stderr[
