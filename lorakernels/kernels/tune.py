@@ -65,10 +65,8 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
 
 # {how: {tile: its time over that of 128 × 128 when splitting}}, H200: 8192³, and 4096² with a depth of 28672.
 # Tiles of LOW rows are for outputs of no more: of others they would read the weight twice as often.
-# Their 0.6 is not measured: it only puts them before others where they may be taken. The 1.85 of blocks is
-# not measured either: by bytes of shared memory it is 1.71 (H32), and so it is taken where it saves rounds.
+# Their 0.6 is not measured: it only puts them before others where they may be taken.
 LOW = 64
-BLOCK_RANK = 32  # the most of which tiles of 256 rows have ds and A in shared memory at once
 CSRC_TILES = {
     "split": {(192, 128): 1.33, (128, 128): 1.0},
     "turned": {(192, 128): 1.38, (128, 128): 0.97},
@@ -76,8 +74,6 @@ CSRC_TILES = {
     "fast forward": {(128, 256): 1.71, (128, 128): 0.9, (64, 128): 0.6},
     "turned fast": {(256, 128): 1.73, (128, 128): 0.91},
     "blocks": {(128, 256): 1.83, (128, 128): 1.0},
-    "turned blocks": {(256, 128): 1.85, (192, 128): 1.4, (128, 128): 1.0},
-    "turned blocks, high rank": {(192, 128): 1.4, (128, 128): 1.0},
 }
 
 
@@ -118,8 +114,7 @@ def csrc_tile(
 
     Time: rounds over the multiprocessors, weighted by what a tile takes.
     how: of CSRC_TILES: "split" sums of the forward or of dgrad with Wᵀ, "fast forward" ones of the forward and "fast"
-    ones of dgrad with Wᵀ, "turned" ones of dgrad with W;
-    "blocks" and "turned blocks": sums of 128, each times its scales. A "high rank" is above BLOCK_RANK.
+    ones of dgrad with Wᵀ, "turned" ones of dgrad with W; "blocks": sums of 128, each times its scales.
     """
 
     def time(tile: tuple[int, int]) -> float:

@@ -7,9 +7,12 @@ dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]. w8 [N, K] is e4m3 wit
 and dx [M, K]. A is [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same
 scale in both directions, so that forward and backward read the same bytes, without a second copy.
 
-csrc/ops/fp8_gemm on Hopper turns W on its way through the registers, adds the branch there and rounds dx once. PyTorch
-adds the branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a
-copy of Wᵀ that is made for the call. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
+Hopper's FP8 tensor cores read operands of shared memory along the contraction only. So Wᵀ [K, N] is made for the call
+by `transpose_fp8`, NK bytes that are free again behind it. Turning W on its way through the registers, as
+`fp8_grad_input` does, leaves the tensor cores waiting for shared memory here, as each thread also reads the scales of
+many rows (docs/log/2026-11.md). csrc/ops/fp8_gemm adds the branch in the product and rounds dx once. PyTorch adds the
+branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a
+copy of Wᵀ likewise. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
 CPU, and multiplies those. After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.
 """
 
@@ -100,8 +103,9 @@ def by_csrc(
     dropout: Dropout | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """One kernel of csrc, for any rank, on W as it lies."""
-    return by_csrc_product(dy, fp8_dtype, weight._replace(t=None), ds, lora_A, dropout, out_dtype)
+    """Wᵀ, and one kernel of csrc, for any rank."""
+    turned = weight._replace(t=transpose_fp8.run(weight.data))
+    return by_csrc_product(dy, fp8_dtype, turned, ds, lora_A, dropout, out_dtype)
 
 
 def why_not_csrc_base(
@@ -126,7 +130,7 @@ def by_csrc_and_torch(
     dropout: Dropout | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """One kernel of csrc, then PyTorch's for the adapters' branch."""
+    """Wᵀ and one kernel of csrc, then PyTorch's for the adapters' branch."""
     dx = by_csrc(dy, fp8_dtype, weight, None, None, None, out_dtype)
     return add_branch(dx, ds, lora_A, dropout, out_dtype)
 

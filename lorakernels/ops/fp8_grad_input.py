@@ -204,7 +204,7 @@ def by_csrc(
     out_dtype: torch.dtype,
     split: bool = True,
 ) -> Tensor:
-    """One kernel of csrc, for any rank. A weight_scale_inv of blocks is 2-D."""
+    """One kernel of csrc, for any rank. A weight_scale_inv of blocks is 2-D, and has weight.t beside it."""
     dx = dy.data.new_empty((dy.data.shape[0], weight.data.shape[1]), dtype=out_dtype)
     launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)
     return dx
@@ -231,10 +231,12 @@ def launch_csrc(
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
     in_blocks = weight.scale_inv.dim() == 2
-    turned = weight.t is None or adapters > 0 or tune.csrc_turns(rows, cols, split, multiprocessors)
+    turned = not in_blocks and (
+        weight.t is None or adapters > 0 or tune.csrc_turns(rows, cols, split, multiprocessors)
+    )
     how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
     if in_blocks:
-        how = "turned blocks" if rank <= tune.BLOCK_RANK else "turned blocks, high rank"
+        how = "blocks"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     if adapters:
         tile = GROUP_ROWS, GROUP_ROWS

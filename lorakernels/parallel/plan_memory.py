@@ -211,7 +211,8 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
 def _layer(size: LayerSize, batch: Batch, form: str) -> int:
     """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps.
 
-    A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two.
+    A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two. A gradient in
+    blocks has the transposed weight beside it.
     """
     save, tokens = form.removesuffix(AWAY), batch.tokens
     row = 4 * size.ffn
@@ -225,7 +226,8 @@ def _layer(size: LayerSize, batch: Batch, form: str) -> int:
         again = kept.saved_bytes("recompute", tokens) - kept.saved_bytes("checkpoint", tokens)
     own = 4 * batch.rows * size.hidden
     sums = 2 * tokens * size.hidden if batch.tp > 1 else 0
-    return tokens * row + own + sums + again
+    turned = max(n * k for n, k, _ in projections(size)) if size.blocks else 0
+    return tokens * row + own + sums + again + turned
 
 
 def _exchange(model: ModelSize, batch: Batch) -> int:

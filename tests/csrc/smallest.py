@@ -109,9 +109,7 @@ def blocks() -> Iterator[Call]:
         form: Any = partial(block_linears.Linear, residual=rank in (8, 128))
         for tile in tune.CSRC_TILES["blocks"]:
             yield _linear(ops.fp8_block_linear, form, "blocks", tile, rank)
-        how = "turned blocks"
-        for tile in tune.CSRC_TILES[how]:
-            yield from _gradients(ops.fp8_block_grad_input, block_grads.Grad, how, tile, rank)
+            yield from _gradients(ops.fp8_block_grad_input, block_grads.Grad, "blocks", tile, rank)
 
 
 def _linear(op: Op[..., Any], form: Any, how: str, tile: tuple[int, int], rank: int) -> Call:

@@ -54,7 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "check_longest_document": ("check_longest_document", {"documents": 3, "longest": 2**33}),
     "dropout_mask": ("dropout_mask", SHAPE | DRAWN),
     "dropped_bits": ("dropped_bits", SHAPE | DRAWN),
-    "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT | {"weight_t": None}),
+    "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT | {"weight": 0}),
     "fp8_block_linear": ("fp8_block_linear", LINEAR | {"by_column": False}),
     "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
     "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),

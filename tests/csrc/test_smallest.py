@@ -51,7 +51,6 @@ def wanted_products():
             masks = ("none", "drawn", "given") if rank else ("none",)
             if how == "blocks":
                 yield "fp8_block_linear", tile, False, False, rank, "none"
-            elif how.startswith("turned blocks"):
                 yield from (("fp8_block_grad_input", tile, False, False, rank, m) for m in masks)
             else:
                 kept = not how.startswith("turned")

@@ -22,11 +22,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t word) {
 __device__ __forceinline__ void store_float(uint32_t address, float value) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
-__device__ __forceinline__ float load_float(uint32_t address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-}
 __device__ __forceinline__ float2 load_floats(uint32_t address) {
   float2 two;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(address) : "memory");
@@ -36,12 +31,6 @@ __device__ __forceinline__ uint32_t load_word(uint32_t address) {
   uint32_t word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
   return word;
-}
-__device__ __forceinline__ void load_words(uint32_t (&word)[4], uint32_t address) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-               : "r"(address)
-               : "memory");
 }
 
 // Stores four matrices of 8 × 8 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8. Its word i

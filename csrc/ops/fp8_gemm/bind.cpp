@@ -133,11 +133,9 @@ void check(const std::string& op, const Fp8GemmParams& params) {
     return;
   }
   if (params.in_blocks) {
-    const bool takes =
-        params.untransposed ? tile == std::pair{192, 128} || tile == std::pair{256, 128} : tile == std::pair{128, 256};
-    if (tile != std::pair{128, 128} && !takes) {
-      refuse(op, "a tile of blocks is 128 × 128, 128 × 256 for y or 192 × 128 or 256 × 128 for dx, got " +
-                     std::to_string(tile.first) + " × " + std::to_string(tile.second));
+    if (tile != std::pair{128, 128} && tile != std::pair{128, 256}) {
+      refuse(op, "a tile of blocks is 128 × 128 or 128 × 256, got " + std::to_string(tile.first) + " × " +
+                     std::to_string(tile.second));
     }
     return;
   }
@@ -268,7 +266,7 @@ void fp8_block_grad_input(const GradOut& out, const Scaled& dy, const Weight& we
   constexpr auto kOp = "fp8_block_grad_input";
   Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
   params.in_blocks = true;
-  if (!params.untransposed) refuse(kOp, "the weight is taken untransposed; weight.t must be None");
+  if (params.untransposed) refuse(kOp, "the weight is taken transposed; weight.t must not be None");
   check(kOp, params);
   submit(kOp, params, &launch_fp8_block_grad_input, where.stream, where.device);
 }

@@ -79,8 +79,8 @@ struct Fp8GemmParams {
   bool untransposed;             // fp8_grad_input only; cols is then a multiple of 16
   bool in_blocks;                // each 1 × 128 of left and 128 × 128 of right has a scale
   bool splits;                   // add sums of 512 along depth in fp32: FP8 tensor cores keep fewer bits
-  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else: 128 × 256, untransposed 256 × 128;
-                                 // in_blocks: 128 × 256, untransposed 192 × 128 and 256 × 128
+  int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else, and in_blocks: 128 × 256, untransposed
+                                 // 256 × 128
   int64_t multiprocessors;       // of the device
 };
 
@@ -99,8 +99,8 @@ void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* strea
 // With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weight untransposed.
 void launch_grouped_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_grouped_grad_input(const Fp8GemmParams& params, void* stream, int device);
-// With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉], for the gradient [⌈depth / 128⌉, ⌈cols /
-// 128⌉], which takes the weight untransposed.
+// With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉], for the gradient, which takes the weight
+// transposed, [⌈depth / 128⌉, ⌈cols / 128⌉].
 void launch_fp8_block_linear(const Fp8GemmParams& params, void* stream, int device);
 void launch_fp8_block_grad_input(const Fp8GemmParams& params, void* stream, int device);
 

@@ -4,19 +4,12 @@
 namespace lorakernels {
 namespace {
 
-template <typename T, bool kE5M2, Shape kShape>
-void launch_of_shape(const Fp8GemmParams& params, cudaStream_t stream) {
-  constexpr auto kProduct = Product::kGradInputUntransposed;
-  constexpr int kRankStep = BlockTiling<kProduct, kShape, 64>::kFits ? 64 : 32;
-  params.rank <= 16 ? launch_blocks<kProduct, T, kE5M2, kShape, 16>(params, stream)
-                    : launch_blocks<kProduct, T, kE5M2, kShape, kRankStep>(params, stream);
-}
-
 template <typename T, bool kE5M2>
 void launch_of_format(const Fp8GemmParams& params, cudaStream_t stream) {
-  params.tile_rows == 256   ? launch_of_shape<T, kE5M2, Shape::kTallest>(params, stream)
-  : params.tile_rows == 192 ? launch_of_shape<T, kE5M2, Shape::kTall>(params, stream)
-                            : launch_of_shape<T, kE5M2, Shape::kSmall>(params, stream);
+  constexpr auto kProduct = Product::kGradInput;
+  if (params.tile_cols == 128) return launch_blocks<kProduct, T, kE5M2, Shape::kSmall, 64>(params, stream);
+  params.rank <= 16 ? launch_blocks<kProduct, T, kE5M2, Shape::kWide, 16>(params, stream)
+                    : launch_blocks<kProduct, T, kE5M2, Shape::kWide, 64>(params, stream);
 }
 
 template <typename T>

@@ -14,7 +14,6 @@
 #include "device/ptx/threads.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
-#include "ops/fp8_gemm/sm90_block_fetch.h"
 #include "ops/fp8_gemm/sm90_fetch.h"
 #include "ops/fp8_gemm/sm90_multiply.h"
 #include "ops/fp8_gemm/sm90_untransposed.h"
@@ -28,20 +27,16 @@ __device__ __forceinline__ void compute_tiles(const CUtensorMap& left, const CUt
                                               const CUtensorMap& residual, const Fp8GemmParams& params) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared), barriers = base + Tile::kOffsetBarriers;
-  constexpr bool kLeavesFactors = Tile::kScaledBlocks && Tile::kUntransposed;
   if (threadIdx.x == 0) {
     TileRing<Tile::kStages, Tile::kStageBytes> ring(base, barriers);
     for (; ring.round == 0; ring.advance()) {
-      init_barrier(ring.full(), kLeavesFactors ? Tile::kFillers + 1 : 1);  // the first thread arrives twice
+      init_barrier(ring.full(), 1);
       init_barrier(ring.empty(), Tile::kConsumers * 4);
     }
     init_barrier(barriers + Tile::kExtras * 8, kHelpers);
     init_barrier(barriers + Tile::kExtras * 8 + 8, Tile::kConsumers * 128);
     for (int i = 0; Tile::kLinear && i < Tile::kConsumers * 4; ++i) {
       init_barrier(barriers + (Tile::kResiduals + i) * 8, 1);
-    }
-    if constexpr (kLeavesFactors) {
-      for (int i = 0; i < 2; ++i) init_barrier(base + Tile::kOffsetRead + i * 8, Tile::kConsumers * 128);
     }
     fence_barrier_init();
   }
@@ -50,12 +45,8 @@ __device__ __forceinline__ void compute_tiles(const CUtensorMap& left, const CUt
   const Extras<Tile, kRankStep> extras(barriers + Tile::kExtras * 8, params, Multiplies::kFills);
   if (threadIdx.x < 128) {
     if constexpr (!Tile::kLow) give_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < Tile::kFillers) {
-      if constexpr (kLeavesFactors) {
-        ScaledOperands<Tile, kMultiple>(params, base).copy_tiles(left, right);
-      } else {
-        copy_operands<Tile, kMultiple>(params, left, right, base);
-      }
+    if (threadIdx.x == 0) {
+      copy_operands<Tile, kMultiple>(params, left, right, base);
     } else if (threadIdx.x >= 32 && extras.any) {
       Helper<T, Tile, kRankStep>(params, base).fetch_tiles(extras);
     }

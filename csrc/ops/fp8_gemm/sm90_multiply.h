@@ -28,7 +28,8 @@ struct Consumer {
   using RowsOfU = SwizzledRows<kRankStep * 2>;
   using Ring = TileRing<Tile::kStages, Tile::kStageBytes>;
   static constexpr int kBlocks = Tile::kBlocks, kSums = kBlockRows * kBlockCols / 128;
-  static constexpr int kPieces = kSplits ? 2 : 1, kPieceCols = kBlockCols / kPieces, kPieceSums = kSums / kPieces;
+  static constexpr int kPieces = kSplits || Tile::kOutBoxes == 1 ? 2 : 1, kPieceCols = kBlockCols / kPieces,
+                       kPieceSums = kSums / kPieces;
   static constexpr int kFills = kBlocks * kPieces;  // of the buffer of u and v, where the rank takes several steps
   const Fp8GemmParams& params;
   uint32_t base;
@@ -42,7 +43,7 @@ struct Consumer {
 
   static __device__ int warp() { return threadIdx.x / 32 - 4; }
   static __device__ int piece_col(int block, int piece) { return Tile::block_col(block) + piece * kPieceCols; }
-  __device__ uint32_t box() const { return base + Tile::kOffsetOut + warp() * (2 * kBoxBytes); }
+  __device__ uint32_t box() const { return base + Tile::kOffsetOut + warp() * (Tile::kOutBoxes * kBoxBytes); }
   __device__ uint32_t residual_barrier() const {
     return base + Tile::kOffsetBarriers + (Tile::kResiduals + warp()) * 8;
   }
@@ -127,15 +128,19 @@ struct Consumer {
   };
 
   // Where they are. Rows and columns beyond the output are not stored. They read the scales of the last ones inside.
+  // Those of the weight are [blocks of columns, steps] for kLinear, else [steps, blocks of columns].
   struct FactorsAt {
     uint32_t rows, steps, left, above, right, to_next;
 
     __device__ FactorsAt(const Fp8GemmParams& params, int row, int col)
         : rows(static_cast<uint32_t>(params.rows)), steps(static_cast<uint32_t>(count_steps<1>(params))) {
       left = min(static_cast<uint32_t>(row), rows - 1), above = min(row + 8u, rows - 1) - left;
-      right = col / kBlockCols * steps, to_next = kBlocks > 1 && col + kBlockCols < params.cols ? steps : 0;
+      const uint32_t per_block = Tile::kLinear ? steps : 1;
+      right = col / kBlockCols * per_block, to_next = kBlocks > 1 && col + kBlockCols < params.cols ? per_block : 0;
     }
-    __device__ void advance() { left += rows, ++right; }
+    __device__ void advance(const Fp8GemmParams& params) {
+      left += rows, right += Tile::kLinear ? 1 : Tiles<Tile>::count(params.cols, kBlockCols);
+    }
     __device__ Factors fetch(const Fp8GemmParams& params) const {
       Factors factors{{params.left_scale_inv[left], params.left_scale_inv[left + above]}, {}};
 #pragma unroll
@@ -167,7 +172,7 @@ struct Consumer {
 #pragma unroll 1
     for (uint32_t left = at.steps; left > 0; --left, ring.advance()) {
       Factors factors = next;
-      if (left > 1) at.advance();
+      if (left > 1) at.advance(params);
       next = at.fetch(params);
       wait_for(ring.full(), ring.round);
 #pragma unroll
@@ -192,7 +197,7 @@ struct Consumer {
     Factors factors[2], next = at.fetch(params);
     const auto begin = [&](int i) {
       factors[i] = next;
-      if (left > 1) at.advance(), --left;
+      if (left > 1) at.advance(params), --left;
       next = at.fetch(params);
       wait_for(ring.full(), ring.round);
       wgmma_fence();
@@ -300,11 +305,11 @@ struct Consumer {
 
   // Leaves a warp's 16 rows of a piece, rounded to T, where they are stored from.
   __device__ void stage(int piece) const {
-    if (piece == 0 && lane == 0) wait_for_stores_to_read();
+    if ((Tile::kOutBoxes == 1 || piece == 0) && lane == 0) wait_for_stores_to_read();
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < kPieceCols / 8; j += 2) {
-      const int chunk = piece * (kPieceCols / 8) + j;
+      const int chunk = (Tile::kOutBoxes == 1 ? 0 : piece * (kPieceCols / 8)) + j;
       const float* four = &result[4 * j];
       const uint32_t word[4] = {packed<T>(four[0], four[1]), packed<T>(four[2], four[3]), packed<T>(four[4], four[5]),
                                 packed<T>(four[6], four[7])};
@@ -312,12 +317,13 @@ struct Consumer {
     }
   }
 
+  // Stores what was staged: a block, or a piece of it where that fills the only box.
   __device__ void store(const CUtensorMap& out, int row, int col) const {
     fence_for_async();
     __syncwarp();
     if (lane == 0) {
       store_box(out, col, row, box());
-      store_box(out, col + kBlockCols / 2, row, box() + kBoxBytes);
+      if constexpr (Tile::kOutBoxes == 2) store_box(out, col + kBlockCols / 2, row, box() + kBoxBytes);
       commit_stores();
     }
   }
@@ -341,7 +347,9 @@ struct Consumer {
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap& residual, Extras<Tile, kRankStep> extras) {
     static_assert(Tile::kLinear || !Tile::kGrouped, "each tile would need a scale of its own");
-    const float scale = Tile::kLinear ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
+    const float scale = Tile::kScaledBlocks ? 1.0f
+                        : Tile::kLinear     ? 0.0f
+                                            : *params.left_scale_inv * *params.right_scale_inv;
     const bool adds = Tile::kLinear && params.residual != nullptr;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
@@ -365,8 +373,9 @@ struct Consumer {
         for (int piece = 0; piece < kPieces; ++piece) {
           finish(extras, block, piece, scale);
           stage(piece);
+          if constexpr (Tile::kOutBoxes == 1) store(out, row, col(block) + piece * kPieceCols);
         }
-        store(out, row, col(block));
+        if constexpr (Tile::kOutBoxes == 2) store(out, row, col(block));
         if (adds && block + 1 < kBlocks) request_residual(residual, row, col(block + 1));
       }
       if (extras.any) arrive(extras.empty), extras.advance();

@@ -33,7 +33,6 @@ template <Product kProduct, Shape kShape, int kRankStep, bool kInGroups = false>
 struct Tiling {
   static constexpr bool kGrouped = kInGroups;
   static constexpr bool kScaledBlocks = false, kPairs = false;  // one scale for all of an operand, or for a column
-  static constexpr int kFillers = 1;                            // threads that fill the ring
   static constexpr bool kLinear = kProduct == Product::kLinear,
                         kUntransposed = kProduct == Product::kGradInputUntransposed;
   static constexpr bool kWide = kShape == Shape::kWide;
@@ -55,7 +54,9 @@ struct Tiling {
                                                                              : 3;
   static constexpr int kMaskBytes = kLinear ? 0 : kCols / 8;  // of a row
   static constexpr int kOffsetOut = kStages * kStageBytes;
-  static constexpr int kOutBytes = kUntransposed ? 2 * kCols * 128 : kConsumers * 4 * 2 * kBoxBytes;
+  // Boxes from which a warp stores a block's columns. Where a gradient has 64 ranks beside it, there is room for one.
+  static constexpr int kOutBoxes = kProduct == Product::kGradInput && kWide && kRankStep == 64 ? 1 : 2;
+  static constexpr int kOutBytes = kUntransposed ? 2 * kCols * 128 : kConsumers * 4 * kOutBoxes * kBoxBytes;
   static constexpr int kOffsetU = kOffsetOut + kOutBytes;
   static constexpr int kOffsetV = kOffsetU + kRows * kRankStep * 2;
   static constexpr int kOffsetMask = kOffsetV + kCols * kRankStep * 2;

@@ -22,22 +22,18 @@ struct UntransposedConsumer {
   static constexpr int kPieceRows = 64, kPieces = Tile::kRows / kPieceRows, kPieceSums = kSums / kPieces;
   // Whether (ds A)ᵀ of all pieces is multiplied at once where the rank takes several steps. The buffer of u and v is
   // then filled once for each step, else once for each step of each piece.
-  static constexpr bool kAtOnce = kSplits && kSums <= 96 && kRankStep > 16 && !Tile::kScaledBlocks;
+  static constexpr bool kAtOnce = kSplits && kSums <= 96 && kRankStep > 16;
   static constexpr int kFills = kAtOnce ? 1 : kPieces;
-  // Of sum_scaled_blocks(): how many parts of a step registers hold beside the sums. While one is added, the tensor
-  // cores fill the other; or those of the other warpgroup.
-  static constexpr int kBuffers = kPieces > 3 ? 1 : 2;
   static constexpr int kPieceBytes = kPieceRows * kBlockRows * 2;
   // Of the 4 operands of 32 along depth that a step has, how many are loaded at a time. The registers hold twice as
   // many, since half of them are multiplied meanwhile.
-  static constexpr int kLoads = kSplits && kSums > 64 && !Tile::kScaledBlocks ? 2 : 4;
+  static constexpr int kLoads = kSplits && kSums > 64 ? 2 : 4;
   using Words = uint32_t[2][kLoads][4];
   const Fp8GemmParams& params;
   uint32_t base;
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);  // computes 64 columns of the tile
   int lane = threadIdx.x % 32;
-  int turn = 0;               // which of two boxes the next piece is stored from
-  uint32_t factors_half = 0;  // where the next factors are
+  int turn = 0;  // which of two boxes the next piece is stored from
   float sum[kSums];
   float result[kPieceSums];  // of a piece; first (ds A)ᵀ alone
 
@@ -103,88 +99,6 @@ struct UntransposedConsumer {
     }
   }
 
-  // part = the products of a step and 64 of the tile's rows, which begin at `rows` in shared memory.
-  __device__ void multiply_part(float (&part)[kPieceSums], const uint32_t (&words)[kLoads][4], uint32_t rows) const {
-    const uint64_t b = Rows::descriptor(rows);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) wgmma_fp8<kE5M2>(part, words[i], moved(b, i * 32), i > 0);
-    wgmma_commit();
-  }
-
-  // sum[piece] += factors ⊙ part, once the tensor cores have written it, which is when at most kPending of the groups
-  // behind it are on their way. A thread's rows are 8 j + {0, 1}, beyond the 2 (lane % 4) of its first.
-  template <int kPending>
-  __device__ void promote(float (&part)[kPieceSums], int piece, uint32_t factors) {
-    uint32_t word[kPieceRows / 16][4];
-    if (kPieces == 3) wgmma_wait<kPending>(), settle(part);  // registers lack room for factors before
-#pragma unroll
-    for (int j = 0; j < kPieceRows / 16; ++j) {
-      lorakernels::load_words(word[j], factors + (piece * kPieceRows + 16 * j + lane % 4 * 4) * 4);
-    }
-    if (kPieces != 3) wgmma_wait<kPending>(), settle(part);
-#pragma unroll
-    for (int i = 0; i < kPieceSums; ++i) {
-      sum[piece * kPieceSums + i] += part[i] * __uint_as_float(word[i / 8][i / 4 % 2 * 2 + i % 2]);
-    }
-  }
-
-  // Tile::kScaledSteps steps of sum_scaled_blocks(), whose factors begin at `factors`. While a part is promoted, the
-  // tensor cores multiply the next one. ptxas serializes them where a loop ends with a part still on its way.
-  __device__ void add_scaled_steps(float (&part)[kBuffers][kPieceSums], Words& words, Ring& ring, uint32_t from,
-                                   uint32_t even, bool more, uint32_t factors) {
-    constexpr int kSteps = Tile::kScaledSteps;
-    uint32_t empty = 0;  // of the step before
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t tile = ring.tile(), own_empty = ring.empty();
-      ring.advance();
-      const auto load_next = [&] {
-        if (step == kSteps - 1 && !more) return;
-        wait_for(ring.full(), ring.round);
-        load_words(words[kBuffers == 1 ? 0 : 1 - step % 2], ring.tile() + from, even);
-      };
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        const int time = step * kPieces + piece, before = time - 1;
-        multiply_part(part[time % kBuffers], words[kBuffers == 1 ? 0 : step % 2],
-                      tile + piece * (kPieceRows * kStepDepth));
-        if (kPieces == 2 && piece == 1) load_next();
-        if (kBuffers == 1) {
-          promote<0>(part[0], piece, factors + step * Tile::kFactorsBytes);
-          if (piece == kPieces - 1) load_next(), done_with(own_empty);
-          continue;
-        }
-        if (time > 0) {
-          promote<1>(part[before % 2], before % kPieces, factors + before / kPieces * Tile::kFactorsBytes);
-        }
-        if (step > 0 && piece == 0) done_with(empty);
-        if (kPieces == 3 && piece == 1) load_next();  // where registers are free
-      }
-      empty = own_empty;
-    }
-    if (kBuffers == 1) return;
-    promote<0>(part[(kSteps * kPieces - 1) % 2], kPieces - 1, factors + (kSteps - 1) * Tile::kFactorsBytes);
-    done_with(empty);
-  }
-
-  // The sums of operands with scales of 1 × 128 and 128 × 128. The tensor cores sum a step's products. Times the
-  // factors that sm90_block_fetch.h leaves, fp32 adds them over the steps. The tile's columns share a block of the
-  // weight. Steps beyond the depth multiply zeros, and their factors are zeros.
-  __device__ void sum_scaled_blocks(Words& words, Ring& ring, uint32_t from, uint32_t even) {
-    constexpr int kSteps = Tile::kScaledSteps;
-    float part[kBuffers][kPieceSums];
-#pragma unroll
-    for (auto& each : part) clear(each);
-    clear(sum);
-#pragma unroll 1
-    for (int left = count_steps<kSteps>(params) / kSteps; left > 0; --left, factors_half ^= 1) {
-      const uint32_t factors = base + Tile::kOffsetFactors + factors_half * (kSteps * Tile::kFactorsBytes);
-      add_scaled_steps(part, words, ring, from, even, left > 1, factors);
-      arrive(base + Tile::kOffsetRead + factors_half * 8);  // every thread, as racecheck knows no other way (H16)
-    }
-  }
-
   __device__ void sum_up(Ring& ring) {
     const uint32_t from = Tile::kBytesLeft + Rows::offset(row_to_load(), group * 4 + warp());
     uint32_t even = lane % 4 < 2 ? 0x6420 : 0x2064, before = 0;
@@ -192,9 +106,7 @@ struct UntransposedConsumer {
     Words words;
     wait_for(ring.full(), ring.round);
     load_words(words[0], ring.tile() + from, even);
-    if constexpr (Tile::kScaledBlocks) {
-      sum_scaled_blocks(words, ring, from, even);
-    } else if constexpr (kSplits) {
+    if constexpr (kSplits) {
       float part[kSums];
       clear(part), clear(sum);
 #pragma unroll 1
@@ -322,7 +234,7 @@ struct UntransposedConsumer {
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap&, Extras<Tile, kRankStep> extras) {
-    float scale = Tile::kScaledBlocks ? 1.0f : Tile::kGrouped ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
+    float scale = Tile::kGrouped ? 0.0f : *params.left_scale_inv * *params.right_scale_inv;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
       const int of = tiles.group(params);
