@@ -110,14 +110,15 @@ struct Helper {
   }
 
   __device__ void fetch_scales(int col0, int group) const {
-    const float scale = Tile::kScaledBlocks ? 1.0f : params.left_scale_inv[group];  // blocks are scaled as summed
+    const float scale = Tile::kScaledBlocks ? 0.0f : params.left_scale_inv[group];  // blocks are scaled as summed
 #pragma unroll 1
     for (int i = thread(); i < Tile::kCols; i += kHelpers) {
       const bool exists = col0 + i < params.cols;
       const int64_t col = exists ? col0 + i : 0;
       const float bias = params.bias == nullptr ? 0.0f : as_float(params.bias, col, params.bias_dtype);
-      const float of_column = Tile::kScaledBlocks ? 1.0f : params.right_scale_inv[params.by_column ? col : group];
-      store_float(base + Tile::kOffsetScales + i * 4, scale * of_column);
+      if constexpr (!Tile::kScaledBlocks) {
+        store_float(base + Tile::kOffsetScales + i * 4, scale * params.right_scale_inv[params.by_column ? col : group]);
+      }
       store_float(base + Tile::kOffsetScales + (Tile::kCols + i) * 4, bias);
     }
   }
