@@ -34,12 +34,11 @@ struct Helper {
   __device__ void fetch_rows(uint32_t to, const void* matrix, bool is_fp32, int count, int row0, int64_t rows,
                              int rank0) const {
     constexpr int kChunks = kRankStep / 8;
-#pragma unroll 1
-    for (int i = thread(); i < count * kChunks; i += kHelpers) {
+    fetch_eights(count * kChunks, matrix, is_fp32, [&](int i) {
       const int64_t row = row0 + i / kChunks, col = rank0 + i % kChunks * 8;
-      fetch_eight(to + RowsOfU::offset(i / kChunks, i % kChunks), matrix, is_fp32, row * params.u_stride + col,
-                  row < rows && col < params.u_stride && params.rank > 0);
-    }
+      return Eight{to + RowsOfU::offset(i / kChunks, i % kChunks), row * params.u_stride + col,
+                   row < rows && col < params.u_stride && params.rank > 0};
+    });
   }
 
   // v of a group.
@@ -53,13 +52,12 @@ struct Helper {
   // Fetches columns of v as [column half][kRankStep] rows of 128 bytes.
   __device__ void fetch_columns(const void* v, int col0, int rank0) const {
     constexpr int kChunks = Tile::kCols / 8;
-#pragma unroll 1
-    for (int i = thread(); i < kRankStep * kChunks; i += kHelpers) {
+    fetch_eights(kRankStep * kChunks, v, params.v_dtype == FloatType::kFloat32, [&](int i) {
       const int row = i / kChunks, chunk = i % kChunks;
-      fetch_eight(base + Tile::kOffsetV + chunk / 8 * (kRankStep * 128) + Rows::offset(row, chunk % 8), v,
-                  params.v_dtype == FloatType::kFloat32, (rank0 + row) * params.cols + col0 + chunk * 8,
-                  rank0 + row < params.rank && col0 + chunk * 8 < params.cols);
-    }
+      return Eight{base + Tile::kOffsetV + chunk / 8 * (kRankStep * 128) + Rows::offset(row, chunk % 8),
+                   (rank0 + row) * params.cols + col0 + chunk * 8,
+                   rank0 + row < params.rank && col0 + chunk * 8 < params.cols};
+    });
   }
 
   // The same for kGradInputUntransposed. Of each 16 columns the 8 even ones come first, then the odd ones. This is the
@@ -97,16 +95,46 @@ struct Helper {
     }
   }
 
-  __device__ void fetch_eight(uint32_t to, const void* matrix, bool is_fp32, int64_t at, bool exists) const {
-    const int64_t from = exists ? at : 0;
-    if (!is_fp32) return copy_async(to, static_cast<const T*>(matrix) + from, exists);
-    float4 low{}, high{};
-    if (exists) {
-      const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(matrix) + from);
-      low = source[0], high = source[1];
+  // Eight elements: where in shared memory, from which of a matrix, and whether these exist. Else they are zeros.
+  struct Eight {
+    uint32_t to;
+    int64_t from;
+    bool exists;
+  };
+
+  // Fetches `count` times eight elements of a matrix; place(i) is an Eight. What is rounded goes through registers.
+  // Then several are loaded before the first is stored, as each waits for the memory.
+  template <typename Place>
+  __device__ void fetch_eights(int count, const void* matrix, bool is_fp32, const Place& place) const {
+    if (!is_fp32) {
+#pragma unroll 1
+      for (int i = thread(); i < count; i += kHelpers) {
+        const Eight at = place(i);
+        copy_async(at.to, static_cast<const T*>(matrix) + (at.exists ? at.from : 0), at.exists);
+      }
+      return;
     }
-    store_shared(to, make_uint4(packed<T>(low.x, low.y), packed<T>(low.z, low.w), packed<T>(high.x, high.y),
-                                packed<T>(high.z, high.w)));
+    constexpr int kAtOnce = Tile::kScaledBlocks ? 2 : 1;  // others have no registers for more
+#pragma unroll 1
+    for (int i = thread(); i < count; i += kAtOnce * kHelpers) {
+      float4 low[kAtOnce]{}, high[kAtOnce]{};
+      uint32_t to[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const Eight at = place(i + j * kHelpers);
+        to[j] = at.to;
+        if ((kAtOnce == 1 || i + j * kHelpers < count) && at.exists) {
+          const auto source = reinterpret_cast<const float4*>(static_cast<const float*>(matrix) + at.from);
+          low[j] = source[0], high[j] = source[1];
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (kAtOnce > 1 && i + j * kHelpers >= count) continue;
+        store_shared(to[j], make_uint4(packed<T>(low[j].x, low[j].y), packed<T>(low[j].z, low[j].w),
+                                       packed<T>(high[j].x, high[j].y), packed<T>(high[j].z, high[j].w)));
+      }
+    }
   }
 
   __device__ void fetch_scales(int col0, int group) const {

@@ -30,8 +30,10 @@ struct Consumer {
   static constexpr int kBlocks = Tile::kBlocks, kSums = kBlockRows * kBlockCols / 128;
   static constexpr int kPieces = kSplits || Tile::kOutBoxes == 1 ? 2 : 1, kPieceCols = kBlockCols / kPieces,
                        kPieceSums = kSums / kPieces;
+  // Whether a tile begins with u v. In blocks that is what its sums can be added to. A gradient would take longer so.
+  static constexpr bool kBegins = Tile::kScaledBlocks && Tile::kLinear;
   // Of the buffer of u and v, where the rank takes several steps: each piece, or the whole tile at once.
-  static constexpr int kFills = Tile::kScaledBlocks ? 1 : kBlocks * kPieces;
+  static constexpr int kFills = kBegins ? 1 : kBlocks * kPieces;
   const Fp8GemmParams& params;
   uint32_t base;
   int group = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128 - 1, 0);
@@ -161,12 +163,11 @@ struct Consumer {
     for (int i = 0; i < kSums; ++i) sum[block][i] += part[i] * (i % 4 < 2 ? low : high);
   }
 
-  // sum = factor · keep ⊙ (u v) + bias of the whole tile. Blocks are scaled before they are added to it. So the buffer
-  // of u, v, mask and bias is free again, and is filled for the next tile while this one is multiplied.
-  __device__ void begin_scaled_blocks(Extras<Tile, kRankStep>& extras) {
+  // sum = factor · u v + bias of the whole tile. Blocks are scaled before they are added to it. So the buffer of u, v
+  // and bias is free again, and is filled for the next tile while this one is multiplied.
+  __device__ void begin_with_factors(Extras<Tile, kRankStep>& extras) {
 #pragma unroll
     for (auto& each : sum) clear(each);
-    if (!extras.any) return;
     const uint64_t u = RowsOfU::descriptor(base + Tile::kOffsetU + group * (kBlockRows * kRankStep * 2));
 #pragma unroll 1
     for (int step = 0; step < extras.steps; ++step) {
@@ -175,13 +176,9 @@ struct Consumer {
         wgmma_fence();
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
-          const uint32_t v_block = base + Tile::kOffsetV + Tile::block_col(block) * (kRankStep * 2);
-          const uint64_t v = Tile::kLinear ? RowsOfU::descriptor(v_block) : Rows::descriptor(v_block, kRankStep * 128);
+          const uint64_t v = RowsOfU::descriptor(base + Tile::kOffsetV + Tile::block_col(block) * (kRankStep * 2));
 #pragma unroll
-          for (int i = 0; i < kRankStep / 16; ++i) {
-            wgmma<T, 0, !Tile::kLinear>(sum[block], moved(u, i * 32), moved(v, i * (Tile::kLinear ? 32 : 16 * 128)),
-                                        true);
-          }
+          for (int i = 0; i < kRankStep / 16; ++i) wgmma<T, 0, 0>(sum[block], moved(u, i * 32), moved(v, i * 32), true);
         }
         wgmma_commit();
         wgmma_wait();
@@ -191,13 +188,7 @@ struct Consumer {
       if (step + 1 < extras.steps) arrive(extras.empty), extras.advance();
     }
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if constexpr (Tile::kLinear) {
-        begin_columns(block);
-      } else {
-        begin_masked(block);
-      }
-    }
+    for (int block = 0; block < kBlocks; ++block) begin_columns(block);
     arrive(extras.empty), extras.advance();
   }
 
@@ -211,25 +202,6 @@ struct Consumer {
       for (int i = 0; i < 4; ++i) {
         float& each = sum[block][4 * j + i];
         each = each * params.factor + (i % 2 == 0 ? bias.x : bias.y);
-      }
-    }
-  }
-
-  // sum = factor · keep ⊙ sum of a block.
-  __device__ void begin_masked(int block) {
-    const int row = group * kBlockRows + warp() % 4 * kBoxRows + lane / 4;
-#pragma unroll
-    for (int high = 0; high < 2; ++high) {
-      const uint32_t from = base + Tile::kOffsetMask + (row + 8 * high) * Tile::kMaskBytes + Tile::block_col(block) / 8;
-#pragma unroll
-      for (int word = 0; word < kBlockCols / 32; ++word) {
-        const uint32_t mask = params.dropout.threshold > 0 ? load_word(from + word * 4) >> (lane % 4 * 2) : 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const int g = i / 2;
-          float& each = sum[block][(word * 4 + g) * 4 + 2 * high + i % 2];
-          each = mask & (1u << (dropped_shift(g) + i % 2 * 16)) ? 0.0f : each * params.factor;
-        }
       }
     }
   }
@@ -406,11 +378,10 @@ struct Consumer {
   }
 
   __device__ void finish(Extras<Tile, kRankStep>& extras, int block, int piece, float scale) {
-    if constexpr (Tile::kScaledBlocks) {
+    if constexpr (kBegins) {
 #pragma unroll
       for (int i = 0; i < kPieceSums; ++i) result[i] = sum[block][piece * kPieceSums + i];
-      if constexpr (Tile::kLinear) add_residual(piece);
-      return;
+      return add_residual(piece);
     }
     if (params.rank > 0) {
       multiply_factors(extras, block, piece);
@@ -430,8 +401,9 @@ struct Consumer {
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap& residual, Extras<Tile, kRankStep> extras) {
     static_assert(Tile::kLinear || !Tile::kGrouped, "each tile would need a scale of its own");
-    const bool one_scale = !Tile::kLinear && !Tile::kScaledBlocks;
-    const float scale = one_scale ? *params.left_scale_inv * *params.right_scale_inv : 0.0f;
+    const float scale = Tile::kScaledBlocks ? 1.0f
+                        : Tile::kLinear     ? 0.0f
+                                            : *params.left_scale_inv * *params.right_scale_inv;
     const bool adds = Tile::kLinear && params.residual != nullptr;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
@@ -440,7 +412,12 @@ struct Consumer {
       const auto col = [&](int block) { return col0 + Tile::block_col(block); };
       extras.begin(params, col0);
       if (adds) request_residual(residual, row, col(0));
-      if constexpr (Tile::kScaledBlocks) begin_scaled_blocks(extras);
+      if constexpr (kBegins) {
+        begin_with_factors(extras);
+      } else if constexpr (Tile::kScaledBlocks) {
+#pragma unroll
+        for (auto& each : sum) clear(each);
+      }
       if constexpr (Tile::kPairs) {
         sum_scaled_block_pairs(ring, row + lane / 4, col0);
       } else if constexpr (Tile::kScaledBlocks) {
@@ -461,7 +438,7 @@ struct Consumer {
         if constexpr (Tile::kOutBoxes == 2) store(out, row, col(block));
         if (adds && block + 1 < kBlocks) request_residual(residual, row, col(block + 1));
       }
-      if (extras.any && !Tile::kScaledBlocks) arrive(extras.empty), extras.advance();
+      if (extras.any && !kBegins) arrive(extras.empty), extras.advance();
     }
     if (lane == 0) wait_for_stores_to_read();
   }
