@@ -13,13 +13,15 @@ With "nccl" and "gloo" all ranks must use the layers in one order. With "peer" t
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,6 +37,8 @@ GATHER = timedelta(seconds=60)
 # the same for ranks that wait for each other's work, such as reading files
 WORK = timedelta(hours=2)
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
+# of each group that was used here: the groups made of it, by backend and timeout
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[str, timedelta], Any]] = WeakKeyDictionary()
 
 
 class Transport(Protocol):
@@ -59,6 +63,7 @@ def agree(group: Any, mine: Any) -> list[Any]:
     """Collective: `mine` of every rank of `group`, by rank. None is a group of one."""
     if group is None:
         return [mine]
+    _GROUPS.setdefault(group, {})
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -92,7 +97,6 @@ def alike(group: Any, count: int, mine: tuple[int, ...] | None) -> bool:
     return not different and most[:count] == [-x for x in most[count:]]
 
 
-@cache
 def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
     """Collective: another group over the ranks of `group`, one for each use. It lives until all groups are destroyed.
 
@@ -101,7 +105,23 @@ def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
     ranks = dist.get_process_group_ranks(group)
     if backend == "nccl" and len(ranks) < dist.get_world_size() and _is_split():
         return group
-    return dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    made = _GROUPS.setdefault(group, {})
+    use = backend, timeout
+    if use not in made:
+        made[use] = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+    return made[use]
+
+
+@atexit.register
+def _end_groups() -> None:
+    """End groups that only cycles keep, such as that of a model and its ContextParallel, while Python still runs.
+
+    `destroy_process_group` does not end a group's threads of gloo's: they live as long as the group. One that releases
+    a work's tensors while Python is being finalized aborts the process, since torch asks for the GIL in a destructor
+    (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    if len(_GROUPS):
+        gc.collect()
 
 
 def _is_split() -> bool:

@@ -11,11 +11,14 @@ process has ended, whatever the timeout. Each rank also watches another one (wat
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -198,6 +201,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if ranks.size == 1:
         yield ranks
         return
+    _free_groups_at_exit()
     meeting = _meet(ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -222,6 +226,16 @@ def joined(device: torch.device) -> Iterator[Ranks]:
             with contextlib.suppress(RuntimeError):  # what ended this rank is what it says
                 world.abort()
         dist.destroy_process_group()
+
+
+@cache
+def _free_groups_at_exit() -> None:
+    """Groups that only cycles keep, such as that of a run, end while Python still runs.
+
+    `destroy_process_group` does not end a group's threads of gloo's. One that releases a work's tensors while Python is
+    being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489).
+    """
+    atexit.register(gc.collect)
 
 
 def _meet(ranks: Ranks) -> dist.Store:

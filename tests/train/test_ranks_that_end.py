@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -284,3 +285,20 @@ def test_one_of_all_gpus_is_killed_and_half_of_them_go_on(
 def spread(size: int, base: str, tp: int = 1, cp: int = 1) -> list[Any]:
     """Options of `size` ranks, with two microbatches a step in all."""
     return ["--tp", tp, "--cp", cp, base, "--grad-accum", max(1, 2 * tp * cp // size)]
+
+
+@pytest.mark.parametrize("how", [[], ["--shard-base"]], ids=["replicas", "sharded"])
+def test_no_thread_of_gloo_outlives_a_run(
+    how: list[str], base_args: list[str], tmp_path: Path
+) -> None:
+    """Such a thread can abort a rank that has done all its work."""
+    root = Path(__file__).parents[2]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(root / "tests" / "threads_at_exit.py"), "-m", "lorakernels.cli", "finetune"]
+    options = [*base_args, *how, "--steps", "1", "--output", str(tmp_path / "out")]
+    found = subprocess.run(
+        [*start, "--", *program, *options],
+        capture_output=True, text=True, cwd=root, timeout=300,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[:4000]
