@@ -18,7 +18,7 @@ Columns:
     these stages     the same where each forward and backward of a stage takes as long as alone, in the schedule's order
     tokens/s         of these passes, all GPUs together
     J                of a pass, rank 0's GPU
-    peak GiB         of tensors in passes, the largest of all ranks
+    peak GiB         of tensors in passes, the largest of all ranks, without what stages receive by "peer"
     check            "ok" if the first loss is within 1 % of the whole model's; what cannot run says why
 """
 
