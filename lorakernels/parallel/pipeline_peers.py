@@ -3,10 +3,10 @@
 
 A kernel of NCCL's that waits for a tensor holds multiprocessors until it comes. An interleaved schedule posts receives
 long before they are read, so that layers run beside such kernels. A persistent GEMM, which counts on all
-multiprocessors, then takes up to twice as long.
+multiprocessors, then takes up to twice as long (T28).
 
-Here copy engines write what a stage sends into the next rank's memory, and behind it a signal. The receiver's layers
-wait for the signal on their own stream, where nothing else could run.
+Here copy engines write what a stage sends into the next rank's memory, and behind it a signal (T29). The receiver's
+layers wait for the signal on their own stream, where nothing else could run.
 
 Every microbatch has a place of its own in each stage, which is written once a step. A step ends with a sum over all
 ranks, after whatever reads these places. So the next step's sender needs no leave to write.
