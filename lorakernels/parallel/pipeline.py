@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: each rank has some of a model's decoder layers, and torch's engine runs them as stages.
 
-The engine is torch.distributed.pipelining: its stages, its 1F1B schedules, its sends and receives. This file cuts the
-model, and keeps losses, gradients, masks and FP8 scales those of one process that accumulates over microbatches.
+The engine is torch.distributed.pipelining: its stages and its 1F1B schedules. Sends are torch's, by NCCL or gloo, or
+those of pipeline_peers.py. This file cuts the model, and keeps losses, gradients, masks and FP8 scales those of one
+process that accumulates over microbatches.
 
 With `context_parallel` after the cut, several ranks have a stage together, each with some of every row's tokens.
 """
@@ -23,6 +24,7 @@ from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.known_tokens import refuse_unknown
 from lorakernels.parallel.pipeline_check import (
     Asked,
+    agreed_slots,
     check,
     check_agreed,
     check_inputs,
@@ -36,7 +38,6 @@ from lorakernels.parallel.pipeline_check import (
     own_inputs,
     places_of,
     slots_before,
-    slots_of_stage,
     states_of,
 )
 from lorakernels.parallel.pipeline_cut import Cut, stages_of
@@ -52,7 +53,6 @@ from lorakernels.parallel.pipeline_stages import (
 )
 from lorakernels.parallel.tensor_check import check_equal
 from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
 _OF_MODEL = "pipeline_parallel"
@@ -67,6 +67,7 @@ class PipelineParallel:
         ranks: the group, and this rank's place in it.
         microbatches: how many parts the rows of a step are cut into.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
+        transport: how stages send what the next one gets: "peer", "nccl" or "gloo".
         loss_chunk: number of tokens whose logits exist at the same time.
         checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and have one form, and
             whether their layers can run. Where ranks share rows, `ContextParallel.checks_places` says so of
@@ -80,9 +81,12 @@ class PipelineParallel:
     checks_inputs: bool = True
     offsets: PhiloxState | None = None
 
-    def __init__(self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int]) -> None:
+    def __init__(
+        self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int], by: tuple[str, str]
+    ) -> None:
         self.model, self.microbatches, self._cut, self._slots = model, microbatches, cut, slots
         self.ranks, self.stages = cut.ranks, cut.stages
+        self.transport, self._why = by
         count = len(cut.stages)
         self._own = [
             Stage(model, cut.places, cut.stages[i], i, count)
@@ -313,12 +317,18 @@ class PipelineParallel:
         at = torch.arange(self.microbatches)
         with self.begun(microbatches, items, begins) as own, as_it_was():
             last = own[-1]
-            schedule.step(
-                *((tokens,) if own[0].is_first else ()),
-                target=at if trains and last.is_last else None,
-                return_outputs=False,
-                at=at,
-            )
+            try:
+                schedule.step(
+                    *((tokens,) if own[0].is_first else ()),
+                    target=at if trains and last.is_last else None,
+                    return_outputs=False,
+                    at=at,
+                )
+            except BaseException:
+                del self._schedules[
+                    trains
+                ]  # what other ranks sent is there, and is not of the next step
+                raise
         total = torch.zeros(1, device=device)
         for loss in last.losses:
             total += loss
@@ -398,7 +408,7 @@ class PipelineParallel:
         check_shapes([other for other, _ in found], "have stages")
         config: Any = self.model.config
         width = config.get_text_config().hidden_size
-        sent = Sent((*shape, width), found[0][1], device)
+        sent = Sent((*shape, width), found[0][1], device, self.transport)
         schedule = engine(self._own, sent, self.ranks, self.microbatches, trains)
         self._schedules[trains] = key, schedule
         return schedule
@@ -408,7 +418,7 @@ class PipelineParallel:
         kind = "1F1B" if count == size else f"interleaved 1F1B, {count // size} chunks a rank"
         lines = [
             f"{count} stages over {size} ranks, {kind}, {self.microbatches} microbatches; a rank waits "
-            f"{self.bubble:.1%} of a step if stages take equally long"
+            f"{self.bubble:.1%} of a step if stages take equally long; they send by {self.transport}: {self._why}"
         ]
         for i, own in enumerate(self.stages):
             before = "the embedding, " if i == 0 else ""
@@ -418,7 +428,7 @@ class PipelineParallel:
 
 
 def pipeline_parallel(
-    model: nn.Module, mesh: Any, *, microbatches: int, chunks: int = 1
+    model: nn.Module, mesh: Any, *, microbatches: int, chunks: int = 1, transport: str = "auto"
 ) -> PipelineParallel:
     """Collective: cut a model into stages, one or more for each rank of `mesh`, and keep this rank's, in place.
 
@@ -434,6 +444,8 @@ def pipeline_parallel(
         mesh: one dimension of a DeviceMesh, such as `mesh["pp"]`.
         microbatches: how many parts the rows of a step are cut into, at least one for each rank.
         chunks: stages of each rank. One is torch's Schedule1F1B, more are ScheduleInterleaved1F1B.
+        transport: how stages send: "peer" by copy engines into the next rank's memory, "nccl", or "gloo" on CPUs.
+            "auto" is "peer" where all ranks' GPUs read each other's memory.
 
     Raises:
         TypeError: the model has no config of transformers, or no head.
@@ -441,6 +453,7 @@ def pipeline_parallel(
             ranks' adapters, generators or arguments differ; the model is compiled, managed by graphs, sharded,
             offloaded, split, or its rows are shared; a parameter outside of the decoder layers trains; there is
             dropout without a PhiloxState. All ranks raise, and nothing is changed.
+        RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['pp'], found {mesh}")
@@ -454,16 +467,18 @@ def pipeline_parallel(
         check(model, cut.places)
         with cut.structure():
             check_ranks(model, cut.stages, ranks.size)
-            mine = {"microbatches": microbatches, "chunks": chunks}
+            mine = {"microbatches": microbatches, "chunks": chunks, "transport": transport}
             mine |= {"load_quantized(stages=…)": loaded is not None}
             mine |= fingerprint(model, values=loaded is None)
         states = states_of(model)
     check_equal(comm.agree(ranks.group, mine))
+    by = comm.choose(transport, ranks.group, next(model.parameters()).device)
     for state in states:
         state.in_charge = "explicit"  # a layer would update while microbatches are in flight
     if loaded is None:
         cut.take_out(model)
-    return PipelineParallel(model, cut, microbatches, _agreed(model, cut, states))
+    slots = agreed_slots(model, ranks, cut.stages, states)
+    return PipelineParallel(model, cut, microbatches, slots, by)
 
 
 def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> Cut:
@@ -479,15 +494,3 @@ def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> Cut:
         )
     found.ranks = ranks
     return found
-
-
-def _agreed(model: nn.Module, cut: Cut, states: list[FP8State]) -> list[int]:
-    """Collective: the slots of each stage for a microbatch. All ranks' states know the columns that `fuse` joined."""
-    own = range(cut.ranks.rank, len(cut.stages), cut.ranks.size)
-    slots = {i: slots_of_stage(model, cut.stages[i]) for i in own}
-    joint = [[state.names[column] for column in state.joint] for state in states]
-    for others, names in comm.agree(cut.ranks.group, (slots, joint)):
-        slots |= others
-        for state, found in zip(states, names, strict=True):
-            state.joint |= {state.column(name) for name in found}
-    return [slots[i] for i in range(len(cut.stages))]

@@ -454,3 +454,22 @@ def states_of(model: nn.Module) -> list[FP8State]:
                 f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
             )
     return [*found.values()]
+
+
+def agreed_slots(
+    model: nn.Module, ranks: Any, stages: list[list[str]], states: list[FP8State]
+) -> list[int]:
+    """Collective: the slots of each stage for a microbatch. All ranks' states know the columns that `fuse` joined.
+
+    Args:
+        model: cut into `stages`, over `ranks`.
+        states: the model's.
+    """
+    own = range(ranks.rank, len(stages), ranks.size)
+    slots = {i: slots_of_stage(model, stages[i]) for i in own}
+    joint = [[state.names[column] for column in state.joint] for state in states]
+    for others, names in comm.agree(ranks.group, (slots, joint)):
+        slots |= others
+        for state, found in zip(states, names, strict=True):
+            state.joint |= {state.column(name) for name in found}
+    return [slots[i] for i in range(len(stages))]

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,17 @@ class Sent(NamedTuple):
     Attributes:
         shape: [b, S, H].
         dtype, device: of it.
+        by: how it goes: the name of a transport of comm.py's.
     """
 
     shape: tuple[int, int, int]
     dtype: torch.dtype
     device: torch.device
+    by: str
 
 
 def engine(own: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, trains: bool) -> Any:
-    """A schedule over this rank's stages.
+    """A schedule over this rank's stages. Making one is collective where they send by "peer".
 
     Shapes are given, so that torch runs no stage to find them: that would draw masks and record amaxes.
 
@@ -48,8 +51,14 @@ def engine(own: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, tr
     rows = torch.empty(sent.shape[:2], dtype=torch.int64, device="meta")
     hidden = torch.empty(sent.shape, dtype=sent.dtype, device="meta", requires_grad=trains)
     loss = torch.empty(1, device="meta")
+    kind: Callable[..., PipelineStage] = PipelineStage
+    if sent.by == "peer" and ranks.size > 1:
+        from lorakernels.parallel.pipeline_peers import PeerPost, PeerStage
+
+        count = (1 + trains) * len(own) * microbatches
+        kind = partial(PeerStage, PeerPost(ranks.group, sent, count), microbatches)
     made = [
-        PipelineStage(
+        kind(
             stage,
             stage.index,
             len(own) * ranks.size,

@@ -6,8 +6,8 @@
 
 The first term is the slowest stage's own work. The others fill and drain the pipeline once, before and after it. For
 equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021, §2.2). Sends are of hidden states and their gradients, which torch's
-schedule does not overlap.
+GPU Clusters Using Megatron-LM", 2021, §2.2). Sends are of hidden states and their gradients. All are counted, as over
+NCCL. By copy engines those of the first term run beside it.
 
 Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for
 each microbatch. All but the first stage receive hidden states in them, and all but the last receive their gradients.
