@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -17,12 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
+from lorakernels.fusion.memory import SAVE, mixes
 from lorakernels.parallel import ShardedAdamW, context_attention
 from lorakernels.parallel.flat import lay_out
 from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of
+from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
 from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
 from lorakernels.parallel.plan_time import Batch, backward, exchanged, forward, head, whole_rows
@@ -95,6 +97,27 @@ def test_ranks_lay_down_their_keys_and_then_the_gradients_of_all() -> None:
     short = predict(size_of("1b"), Batch(1, 8, 2), H200, 2, Placement(), ["full"] * 16).bytes
     assert short.exchange == 1 << 20  # the least, which is there already
     assert predict(size, Batch(1, 8192), H200, 4, Placement(4), saves).bytes.exchange == 0
+
+
+@pytest.mark.parametrize("batch", [Batch(1, 8192, 2), Batch(1, 8192)], ids=["shared", "alone"])
+def test_layers_keep_the_fastest_mix_that_fits_whatever_room_there_is(batch: Batch) -> None:
+    """What ranks that share rows keep besides depends on the mix: "recompute" keeps as much as "full" there.
+
+    66 and 69 GB were once too little for 70B's layers, where 65 and 67 GB were enough.
+    """
+    size = size_of("70b")
+    names = [tuple(mix) for mix in mixes(size.layers, batch.tokens, ELEMENT)]
+
+    def needed(saves: Sequence[str]) -> int:
+        found = bytes_of(size, batch, H200, 2, Placement(), saves)
+        return found.kept + found.workspace
+
+    for room in (16 * GB, 40 * GB, 64 * GB, 66 * GB, 67 * GB, 69 * GB):
+        saves = saves_within(size, batch, room, SAVE)
+        assert saves is not None and needed(saves) <= room
+        faster = names[: names.index(tuple(saves))]
+        assert all(needed(mix) > room for mix in faster)
+    assert saves_within(size, batch, 4 * GB, SAVE) is None
 
 
 def test_stages_have_what_the_model_has() -> None:
