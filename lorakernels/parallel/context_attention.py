@@ -7,8 +7,8 @@ work: a token attends to itself and earlier ones.
     forward    k, v [S] ← gather of every rank's [2C]; out of each chunk's queries to the keys up to its end
     backward   dk, dv [S] of both chunks, summed over the ranks in fp32; each rank keeps its [2C]
 
-A kernel gives dk and dv of a range of keys in their dtype. From there on all is added in fp32: ranges, then ranks.
-The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
+A kernel gives dk and dv of a range of keys in their dtype, and a rank has each key in one range. Ranks are added in
+fp32. The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
 gradients to their places (kernels/triton/chunk_rows.py). Elsewhere torch's ops and a collective do.
 
 Documents that are packed into rows may begin anywhere. Their starts are the whole rows', on every rank. A document ends
@@ -119,19 +119,20 @@ class _WholeRows(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, chunks: Chunks, ranks: Ranks
     ) -> Tensor:
-        k, v = _gathered(k, v, chunks, ranks)
-        attended = attend_chunks(call, q, k, v)
-        ctx.save_for_backward(q, k, v, attended.out, *attended.sums)
+        own, whole = (k, v), _gathered(k, v, chunks, ranks)
+        attended = attend_chunks(call, q, own, whole)
+        ctx.save_for_backward(q, *own, *whole, attended.out, attended.lse)
         ctx.call, ctx.rest, ctx.chunks, ctx.ranks = call, attended.rest, chunks, ranks
         return attended.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
-        attended = Attended(out, sums, ctx.rest)
-        dq, parts = chunk_gradients(ctx.call, dout, q, k, v, attended)
-        return dq, *_summed(parts, k.dtype, ctx.chunks, ctx.ranks), None, None, None
+        q, *keys, out, lse = ctx.saved_tensors
+        own, whole = (keys[0], keys[1]), (keys[2], keys[3])
+        attended = Attended(out, lse, ctx.rest)
+        dq, parts = chunk_gradients(ctx.call, dout, q, own, whole, attended)
+        return dq, *_summed(parts, q.dtype, ctx.chunks, ctx.ranks), None, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -234,9 +235,7 @@ class ContextAttention:
     def _choose(self, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> str:
         """Rows of one document are attended to in squares and rectangles by what does that fast, others in segments."""
         if whole and self.attention == "auto":
-            size = q.shape[2] // 2
-            square = [x[:, :, :size] for x in (q, k, v)]
-            name = choose(self.attention, square[0], square[1], square[2], None, True)
+            name = choose(self.attention, q, k, v, None, True)
             if name in CHUNKS:
                 return name
         return choose_segments(self.attention, q, k, v)

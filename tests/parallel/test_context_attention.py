@@ -20,6 +20,7 @@ from lorakernels.autograd.attention import (
     segments_mask,
 )
 from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
+from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
 from lorakernels.parallel import context_attention
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 
@@ -120,13 +121,14 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.devic
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
     ranks: int, rows: int, device: torch.device
 ) -> None:
     """Each rank's two chunks of rows that are one document each, beside float64's.
 
-    On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once more.
+    All ranks attend to as many keys: a causal square of 2C queries and rectangles, in which each key is once.
+    On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once or twice more.
     """
     size, heads, dim = 32, 4, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
@@ -151,11 +153,16 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
         chunks = Chunks(rank, ranks, size)
         at = torch.cat([torch.arange(b, b + size, device=device) for b in chunks.begins])
         call, here = Call(name, chunks.begins, 0.3), q[:, :, at]
+        own, whole = (k[:, :, at], v[:, :, at]), (k, v)
         with torch.no_grad():
-            attended = attend_chunks(call, here, k, v)
-            dq, parts = chunk_gradients(call, grad[:, :, at], here, k, v, attended)
+            attended = attend_chunks(call, here, own, whole)
+            dq, parts = chunk_gradients(call, grad[:, :, at], here, own, whole, attended)
         for result in (attended.out, dq):
             assert result.transpose(1, 2).is_contiguous()
+        calls = 1 + (rank > 0) + (rank < ranks - 1)  # of a kernel
+        assert len(attended.rest) == calls and len(parts) == 1 + calls <= MOST_RANGES
+        ranges = sorted((p.begin, p.begin + p.dk.shape[2]) for p in parts)
+        assert ranges[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(ranges))
         found[:, :, at] = attended.out
         totals[0][:, :, at] += dq
         for begin, *each in parts:
