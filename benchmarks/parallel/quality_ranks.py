@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a model train over several GPUs as on one? Loss curves of the same steps in each layout, beside each other.
 
-    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300] [--run N]
+    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300] [--seed N]
 
 A Llama of the widths of Llama-3.2-1B learns this Python's sources byte by byte. Rank 0 trains it whole, and the others
 get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over decoder layers
@@ -20,7 +20,7 @@ On 8 ranks the layouts are tp 8, tp 4 x cp 2, tp 2 x cp 4, cp 8, tp 4 x dp 2, tp
 
 A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
 GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run. "held-out loss" is
-in nats per byte, after the last step. `--run` draws other weights, rows and masks. benchmarks/report/quality_ranks.py
+in nats per byte, after the last step. `--seed` draws other weights, rows and masks. benchmarks/report/quality_ranks.py
 joins such runs: the mean of several tells a layout from dropout's masks, which alone make up to 0.3 % in one.
 """
 
@@ -374,7 +374,7 @@ def main() -> int:
     options.add_argument("--model", choices=list(PLANS), help='default: "1b", on a CPU "tiny"')
     options.add_argument("--layers", type=int, help="of the model")
     options.add_argument("--steps", type=int, help="of each way")
-    options.add_argument("--run", type=int, default=0, metavar="N", help="which weights and masks")
+    options.add_argument("--seed", type=int, default=0, metavar="N", help="which weights and masks")
     options.add_argument("--eager", action="store_true", help="replay no layers")
     options.add_argument("--ways", nargs="+", metavar="WAY", help="beside one GPU; default: all")
     args, device = arguments(options)
@@ -383,7 +383,7 @@ def main() -> int:
         plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
         if args.layers:
             plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
-        plan = replace(plan, steps=args.steps or plan.steps, run=args.run)
+        plan = replace(plan, steps=args.steps or plan.steps, run=args.seed)
         ways = {way.name: way for way in ways_of(dist.get_world_size(), plan.rows)}
         if unknown := {*(args.ways or ways)} - {*ways}:
             options.error(
