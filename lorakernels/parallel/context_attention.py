@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.attention import Segments, attend_segments, choose, choose_segments
+from lorakernels.autograd.attention import (
+    LONG,
+    Segments,
+    attend_segments,
+    choose,
+    choose_segments,
+)
 from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
 from lorakernels.autograd.chunk_attention import Attended, Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
@@ -179,13 +185,13 @@ class ContextAttention:
     Attributes:
         size: the number of ranks.
         begin: called with the number of a rank's tokens of a row before a fused layer runs.
-        chosen: {(dtype, D, whether each row is one document, whether algorithms are deterministic): the backend that
-            runs}.
+        chosen: {(dtype, D, whether each row is one document, whether one may have LONG tokens, whether algorithms are
+            deterministic): the backend that runs}.
     """
 
     def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
         self.ranks, self.size, self.attention, self.begin = ranks, ranks.size, attention, begin
-        self.chosen: dict[tuple[torch.dtype, int, bool, bool], str] = {}
+        self.chosen: dict[tuple[torch.dtype, int, bool, bool, bool], str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
@@ -214,28 +220,26 @@ class ContextAttention:
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
         exact = torch.are_deterministic_algorithms_enabled()
-        key = q.dtype, q.shape[3], starts is None, exact
-        if key not in self.chosen:
-            self.chosen[key] = self._choose(q, k, v, starts is None)
-        name = self.chosen[key]
-        if starts is None and name in CHUNKS:
-            call = Call(name, chunks.begins, scale)
+        longest = chunks.length if starts is None else min(longest, chunks.length)
+        key = q.dtype, q.shape[3], starts is None, longest >= LONG, exact
+        if starts is None and key not in self.chosen:
+            self.chosen[key] = self._whole(q, k, v)
+        if starts is None and self.chosen[key] in CHUNKS:
+            call = Call(self.chosen[key], chunks.begins, scale)
             whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
             return whole
         k, v = _Gather.apply(k, v, chunks, self.ranks)
+        if not self.chosen.get(key):
+            self.chosen[key] = choose_segments(self.attention, q, k, v, longest >= LONG)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
-            longest = chunks.length
         outs = []
         for part, begin in zip(q.chunk(2, 2), chunks.begins, strict=True):
             segments = chunks.segments(starts, rows, begin, longest)
-            outs.append(attend_segments(name, part, k, v, segments, scale))
+            outs.append(attend_segments(self.chosen[key], part, k, v, segments, scale))
         return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
-    def _choose(self, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> str:
-        """Rows of one document are attended to in squares and rectangles by what does that fast, others in segments."""
-        if whole and self.attention == "auto":
-            name = choose(self.attention, q, k, v, None, True)
-            if name in CHUNKS:
-                return name
-        return choose_segments(self.attention, q, k, v)
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """What attends to rows of one document in squares and rectangles, fast; "" where they are taken as segments."""
+        name = choose("auto", q, k, v, None, True) if self.attention == "auto" else ""
+        return name if name in CHUNKS else ""
