@@ -24,11 +24,11 @@ from lorakernels.fusion.memory import SAVE, LayerSize, kept_bytes
 from lorakernels.parallel import context_parallel, parallelize
 from lorakernels.parallel.plan import ShardPlan, predict
 from lorakernels.parallel.plan_machine import MACHINES, Machine
-from lorakernels.parallel.plan_memory import Placement, kept_of, saves_within
+from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
 from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_tensor import rows_exchanged
 from lorakernels.parallel.plan_time import Batch
 
+CONNECTED = 1 << 22  # numbers of an all-reduce for which NCCL connects the ranks as for gradients
 KINDS = ("alone", "dp", "sharded", "tp", "cp")
 VARIANTS = ("eager", "in turn", "not fused", "frozen")
 
@@ -105,8 +105,14 @@ def _check(name: str, kinds: tuple[str, ...], variants: list[str]) -> None:
 
 @cache
 def mesh_of(device: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    """Collective: one mesh, and so one set of communicators, for all ways of the same sizes."""
-    return init_device_mesh(device, sizes, mesh_dim_names=names)
+    """Collective: one mesh, and so one set of communicators, for all ways of the same sizes.
+
+    They have their memory from here on, so that what is free for layers does not count it.
+    """
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        dist.all_reduce(torch.zeros(CONNECTED, device=device), group=group)
+    return mesh
 
 
 class Layout(Ours):
@@ -152,11 +158,15 @@ class Layout(Ours):
 
     def budget(self, model: Any) -> int:
         """What `fuse` takes to keep what the plan chooses. It counts parts of layers as if they had all rows."""
-        size, own = self.whole_size, self.whole_size.over(self.way.tp)
-        room = self.room(own.trained) - rows_exchanged(own, self.batch, self.machine)
+        size, least = self.whole_size, ["checkpoint"] * len(self.whole_size.layers)
+        planned = bytes_of(size, self.batch, self.machine, 1, Placement(), least)
+        room = self.room(size.over(self.way.tp).trained) - planned.exchange - planned.rows
         saves = saves_within(size, self.batch, room, SAVE)
         if saves is None:
-            raise torch.OutOfMemoryError(f"{room} bytes are left for what layers keep")
+            raise torch.OutOfMemoryError(
+                f"{room} bytes are left for what layers keep, and {planned.kept + planned.workspace} are needed with "
+                "every layer checkpointed"
+            )
         counted = [LayerSize.of(layer, True) for layer in model.model.layers]
         return kept_bytes(counted, saves, self.tokens, dtype_of(self.device).itemsize)
 

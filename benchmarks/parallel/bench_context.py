@@ -12,8 +12,9 @@ is sharded over all ranks. Ways:
     cp               one row of `--length` tokens for all GPUs, one document
     cp, documents N  the same row packed with documents of N tokens
 
-A long step of 70B takes about a minute. So only "alone" warms up with all layers, and the others with the first two.
-Rank 0 says the seconds of loading and of each warm-up, and of each step as it ends where steps take more than a second.
+A long step of 70B takes about a minute. So all warm up with the first two layers, and "alone" once with all.
+Rank 0 says when all is loaded and warmed up, and each step as it ends where steps take more than a second. What it says
+begins with the seconds since the start. context.csv gets each way's row as it ends.
 Such steps end early when `--budget-s` is over, and the row says how many there were.
 
     tokens/s         of all GPUs together, by the slowest one
@@ -165,12 +166,13 @@ class Rows(Ours):
 
 
 class Bench:
-    """All rows of one model, on this rank, until `end` by time.perf_counter."""
+    """All rows of one model, on this rank, until `args.budget_s` after `began` by time.perf_counter."""
 
     def __init__(
-        self, spec: Spec, args: argparse.Namespace, device: torch.device, end: float
+        self, spec: Spec, args: argparse.Namespace, device: torch.device, began: float
     ) -> None:
-        self.device, self.args, self.world, self.end = device, args, dist.get_world_size(), end
+        self.device, self.args, self.world = device, args, dist.get_world_size()
+        self.began, self.end = began, began + args.budget_s
         self.mesh = init_device_mesh(device.type, (self.world,), mesh_dim_names=("cp",))["cp"]
         longest = max(args.alone, args.length // self.world)
         self.spec = replace(spec, length=longest)
@@ -180,15 +182,15 @@ class Bench:
         self.each_token = sizes(self.spec, "qkvo")[2] - self.each_pair * longest
         lora = LoRAConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ADAPTED["qkvo"]))
         self.size = ModelSize.of(self.spec.config(), lora)
-        began = time.perf_counter()
+        self.say(f"{self.world} ranks, sizes of {spec.name} known")
         torch.manual_seed(0)
         self.rows = Rows(self.spec, device, self.mesh)
-        self.say(f"loaded and fused in {time.perf_counter() - began:.1f} s")
+        self.say("loaded and fused")
         self.text = token_rows(args.length, 1).to(device)
 
     def say(self, text: str) -> None:
         if dist.get_rank() == 0:
-            print(text, flush=True)
+            print(f"{time.perf_counter() - self.began:6.1f} s: {text}", flush=True)
 
     def ways(self) -> list[Way]:
         found = []
@@ -220,10 +222,9 @@ class Bench:
         plan = self._predicted(way)
         self.say(f"{way.name}: predicted {plan.step:.2f} s, {plan.bytes.peak / 2**30:.1f} GiB")
         self.rows.begin(way)
-        began = time.perf_counter()
         self.warm_up(way)
         synchronize(self.device)
-        self.say(f"{way.name}: warmed up in {time.perf_counter() - began:.1f} s")
+        self.say(f"{way.name}: warmed up")
         if gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -290,12 +291,10 @@ class Bench:
 
     def warm_up(self, way: Way) -> None:
         """Kernels are compiled and chosen. Adapters are as before."""
-        if way.name == ALONE:
-            for number in range(2):
-                self.rows.step(self.ids(way, number))
-        else:
-            with self.rows.first_layers(2):
-                self.rows.step(self.ids(way, 0))
+        with self.rows.first_layers(2):
+            self.rows.step(self.ids(way, 0))
+        if way.name == ALONE:  # memory of all layers is there then; a long step would take too long
+            self.rows.step(self.ids(way, 1))
         set_adapters(self.rows.model)
 
     def _predicted(self, way: Way) -> Any:
@@ -383,19 +382,19 @@ def main() -> int:
     documents = [f"cp, documents {n}" for n in (args.length // 4, args.alone)]
     args.ways = args.ways or [ALONE, CP, AS_LONG, *documents]
     device = start_ranks(device)
-    code = _run(args, device, began + args.budget_s)  # a rank that raises must not wait for others
+    code = _run(args, device, began)  # a rank that raises must not wait for others
     dist.barrier()
     dist.destroy_process_group()
     return code
 
 
-def _run(args: argparse.Namespace, device: torch.device, end: float) -> int:
+def _run(args: argparse.Namespace, device: torch.device, began: float) -> int:
     spec = SPECS[args.model or ("70b" if device.type == "cuda" else "tiny")]
-    bench = Bench(spec.cut(args.layers) if args.layers else spec, args, device, end)
+    bench = Bench(spec.cut(args.layers) if args.layers else spec, args, device, began)
     rows: list[Row] = []
     ways, facts = bench.ways(), environment(device)
     for way in ways:
-        if not time_left(end, device):
+        if not time_left(bench.end, device):
             break
         rows.append(bench.row(way))
         if args.output and dist.get_rank() == 0:  # what is there if a later way is cut off

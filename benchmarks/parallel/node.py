@@ -13,7 +13,7 @@ budget is named and not started. The exit code is 1 if a part failed or was ende
     layouts       all layers of Llama-2-70B, 8 rows a step: data parallel, one base, and tp x cp
     quality       loss curves of 300 steps in each layout, beside one GPU's
     killed        a killed rank ends all others within 60 s, and half of the ranks go on in another layout
-    128k          all layers of Llama-2-70B, one row of 131,072 tokens over 4 GPUs; "packed": 20 layers, documents
+    128k          all layers of Llama-2-70B, one row of 131,072 tokens over 4 GPUs; "packed": four documents
     strong N      8 layers of 70B and all of 8B over N GPUs, 8 rows a step: what report/scaling.py joins
     tensor        tp over 4 GPUs with its variants, of 70B's widths and of 1B's
 """
@@ -88,8 +88,8 @@ PARTS = (
     Part(
         "packed",
         4,
-        200,
-        'bench_context.py --layers 20 --repetitions 2 --budget-s 150 --ways alone "cp, documents 32768" cp',
+        150,
+        'bench_context.py --repetitions 2 --budget-s 95 --ways alone "cp, documents 32768"',
     ),
     Part("405b on 4", 4, 130, "bench_sharded_base.py --preset 405b --length 4096"),
     Part("s003 on 4", 4, 200, "bench_sharded_base.py --preset s003 --offload 0.27 --spare 0.05"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a model train over several GPUs as on one? Loss curves of the same steps in each layout, beside each other.
 
-    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300] [--run N]
+    torchrun --nproc-per-node 8 benchmarks/parallel/quality_ranks.py --output DIR [--layers 8] [--steps 300] [--seed N]
 
 A Llama of the widths of Llama-3.2-1B learns this Python's sources byte by byte. Rank 0 trains it whole, and the others
 get its weights. Then each layout adapts it to pydoc's help texts: R = 16 on q, k, v, o, p = 0.1, over decoder layers
@@ -9,7 +9,7 @@ whose base is in FP8 throughout, two rows of 2048 tokens a step, fused layers th
 step and the learning rates are equal. Every layout uses all ranks for one run. Ways:
 
     one GPU                 rank 0 alone, with whom the others are compared
-    one GPU, other masks    rank 1 alone, whose dropout draws from another seed: what masks alone change
+    one GPU, other masks    rank 1 alone meanwhile, whose dropout draws from another seed: what masks alone change
     tp T                    T ranks have each layer, its rows and the vocabulary together; the masks of one GPU
     cp C                    C ranks share each row; the masks of one GPU
     dp 2                    two replicas have one row of each step, and average gradients and amaxes
@@ -20,7 +20,7 @@ On 8 ranks the layouts are tp 8, tp 4 x cp 2, tp 2 x cp 4, cp 8, tp 4 x dp 2, tp
 
 A curve is the running mean of 20 steps' losses. "largest difference" is that of two curves at any step, relative to one
 GPU's, and 0.3 % are asked for. quality_ranks_curves.csv gets each step's loss while the ways run. "held-out loss" is
-in nats per byte, after the last step. `--run` draws other weights, rows and masks. benchmarks/report/quality_ranks.py
+in nats per byte, after the last step. `--seed` draws other weights, rows and masks. benchmarks/report/quality_ranks.py
 joins such runs: the mean of several tells a layout from dropout's masks, which alone make up to 0.3 % in one.
 """
 
@@ -48,7 +48,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.lib.curves import farthest
 from benchmarks.lib.ranks import average_gradients, largest, start_ranks
-from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio
+from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio, write_csv
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
@@ -120,18 +120,19 @@ class Way(NamedTuple):
     def ranks(self) -> int:
         return self.tp * self.cp * self.dp
 
-    @property
-    def told_by(self) -> int:
-        """The rank whose losses are the way's."""
-        return 1 if self.name == OTHER else 0
+    def told(self, world: int) -> dict[str, int]:
+        """{way: the rank whose losses are its} of what `world` ranks train at once."""
+        return {ONE: 0, OTHER: 1} if self.name == ONE and world > 1 else {self.name: 0}
 
 
 def ways_of(ranks: int, rows: int) -> list[Way]:
-    """One GPU, and all layouts that use `ranks` for steps of `rows` rows, with powers of two for tp and dp."""
+    """One GPU, and all layouts that use `ranks` for steps of `rows` rows, with powers of two for tp and dp.
+
+    Each rank trains alone in the first one, with masks of its own.
+    """
     found = [Way(ONE)]
     if ranks == 1:
         return found
-    found.append(Way(OTHER))
     powers = [2**i for i in range(ranks.bit_length())]
     for dp in (n for n in powers if rows % n == 0):
         for tp in (n for n in reversed(powers) if ranks % (n * dp) == 0):
@@ -182,7 +183,7 @@ class Layout:
         self.model, self.way, self.replicas = copy.deepcopy(base), way, alone
         self.replica = dist.get_rank() // (way.tp * way.cp) if way.dp > 1 else 0
         device = next(self.model.parameters()).device
-        seed = dist.get_rank() if way.name == OTHER else self.replica
+        seed = dist.get_rank() if way.ranks == 1 else self.replica
         # one value on all ranks: equal adapters, and masks of one state
         torch.manual_seed(plan.seed(3))
         self.rng = PhiloxState(plan.seed(11) + seed, device)
@@ -302,10 +303,12 @@ def run(
     curves: Curves,
     alone: Any,
     graphs: GraphOptions | None,
-) -> Row:
-    """Collective: one way's row. `alone`: the group of this rank. `graphs`: None for eager layers."""
-    device = next(base.parameters()).device
-    row: Row = {"way": way.name, "ranks": way.ranks}
+) -> list[Row]:
+    """Collective: one way's row, and of one GPU that with other masks.
+
+    `alone`: the group of this rank. `graphs`: None for eager layers.
+    """
+    device, told = next(base.parameters()).device, way.told(dist.get_world_size())
     began = time.perf_counter()
     layout = Layout(base, way, plan, alone, graphs)
     held, data = text[: plan.held].to(device), text[plan.held :]
@@ -317,20 +320,26 @@ def run(
         rows = data[layout.own(order[step])].to(device)
         waiting.append(layout.step(rows, plan.lr * rate(step, plan.steps)))
         if len(waiting) == EVERY or step == plan.steps - 1:
-            curves.add(way.name, of_rank(way.told_by, layout.mean(waiting)))
+            losses = layout.mean(waiting)
+            for name, rank in told.items():
+                curves.add(name, of_rank(rank, losses))
             waiting.clear()
     replayed = 0 if layout.manager is None else layout.manager.replayed
     layout.close()
-    loss = of_rank(way.told_by, torch.tensor([layout.held_out(held)], device=device))
+    loss = torch.tensor([layout.held_out(held)], device=device)
     seconds = largest(time.perf_counter() - began, device)
-    return {
-        **row,
-        "steps": plan.steps,
-        "replayed": replayed,
-        "loss before": round(before, 5),
-        "held-out loss": round(loss[0], 5),
-        "seconds": round(seconds, 1),
-    }
+    return [
+        {
+            "way": name,
+            "ranks": way.ranks,
+            "steps": plan.steps,
+            "replayed": replayed,
+            "loss before": round(before, 5),
+            "held-out loss": round(of_rank(rank, loss)[0], 5),
+            "seconds": round(seconds, 1),
+        }
+        for name, rank in told.items()
+    ]
 
 
 def of_rank(rank: int, values: Tensor) -> list[float]:
@@ -365,7 +374,7 @@ def main() -> int:
     options.add_argument("--model", choices=list(PLANS), help='default: "1b", on a CPU "tiny"')
     options.add_argument("--layers", type=int, help="of the model")
     options.add_argument("--steps", type=int, help="of each way")
-    options.add_argument("--run", type=int, default=0, metavar="N", help="which weights and masks")
+    options.add_argument("--seed", type=int, default=0, metavar="N", help="which weights and masks")
     options.add_argument("--eager", action="store_true", help="replay no layers")
     options.add_argument("--ways", nargs="+", metavar="WAY", help="beside one GPU; default: all")
     args, device = arguments(options)
@@ -374,7 +383,7 @@ def main() -> int:
         plan = PLANS[args.model or ("1b" if device.type == "cuda" else "tiny")]
         if args.layers:
             plan = replace(plan, shape={**plan.shape, "num_hidden_layers": args.layers})
-        plan = replace(plan, steps=args.steps or plan.steps, run=args.run)
+        plan = replace(plan, steps=args.steps or plan.steps, run=args.seed)
         ways = {way.name: way for way in ways_of(dist.get_world_size(), plan.rows)}
         if unknown := {*(args.ways or ways)} - {*ways}:
             options.error(
@@ -400,9 +409,14 @@ def _main(ways: list[Way], plan: Plan, args: argparse.Namespace, device: torch.d
     graphs = GraphOptions() if device.type == "cuda" and not args.eager else None
     rows: list[Row] = []
     for way in ways:
-        rows.append(run(way, base, topics, plan, curves, groups[dist.get_rank()], graphs))
+        new = run(way, base, topics, plan, curves, groups[dist.get_rank()], graphs)
+        rows += new
         if first:
-            print(compared(rows, curves.losses)[-1], flush=True)
+            for row in compared(rows, curves.losses)[-len(new) :]:
+                print(f"{time.perf_counter() - began:6.1f} s: {row}", flush=True)
+            if args.output:  # what is there if a later way is cut off
+                found = compared(rows, curves.losses)
+                write_csv(args.output / "quality_ranks.csv", found, environment(device))
         gc.collect()
     if not first:
         return 0

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention of some chunks of a row to all keys up to each chunk's end, by kernels for squares and rectangles.
+"""Causal attention of two chunks of a row to all keys up to each chunk's end, by kernels for squares and rectangles.
 
-torch's kernels know one causal form, of as many queries as keys. So a chunk that begins at b attends twice: causally to
-its own keys, and to the b keys before them without a mask. The two meet by their logsumexps, in fp32:
+torch's kernels know one causal form, of as many queries as keys. Chunks of C tokens begin at b₁ < b₂. So both attend
+
+    causally to their own 2C keys, one chunk behind the other: all of the second one's are behind the first one's
+    without a mask to the b₁ keys before both
+    and the second one without a mask to the b₂ − b₁ − C keys between them
+
+Each key is in one of these. Their size in all is C² + C (b₁ + b₂), which is equal for the two chunks of each rank. A
+rank of the first and of the last chunk, and one of two chunks that meet, have two calls, and the others three. What two
+calls found of a query meets by their logsumexps, in fp32:
 
     l = log(exp l₁ + exp l₂)      out = w out₁ + (1 − w) out₂      w = exp(l₁ − l) = sigmoid(l₁ − l₂)
 
-On a GPU one kernel does it, and rounds out once (kernels/triton/merge_attention.py). On a CPU torch's ops do.
+On a GPU one kernel does it, and rounds out once (kernels/triton/merge_attention.py). On a CPU torch's ops do. Out of a
+query that three calls are for is rounded twice.
 
-Backward runs each kernel's own with out and l of both, where P = exp(scale q kᵀ − l):
+Backward runs each kernel's own with out and l of all, where P = exp(scale q kᵀ − l):
 
     dS = P ⊙ (dout vᵀ − rowsum(dout ⊙ out))
 
-It is what ring attention does (Liu et al. 2023, arXiv 2310.01889), over keys that are all here. dq of both is added in
+It is what ring attention does (Liu et al. 2023, arXiv 2310.01889), over keys that are all here. dq of all is added in
 q's dtype. dk and dv are left apart, as the kernels gave them: context_attention.py of parallel adds them over ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +43,12 @@ class _Kernel(NamedTuple):
     Attributes:
         forward: (q, k, v, causal, scale) → (out, logsumexp, what backward needs besides).
         backward: (dout, q, k, v, out, logsumexp, the rest, causal, scale) → (dq, dk, dv).
-        merge: (out₁, l₁, out₂, l₂, where out goes) → l.
+        merge: (out₁, l₁, out₂, l₂): out₁ becomes out, and l₁ l.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor, Any]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    merge: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    merge: Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
@@ -78,11 +86,11 @@ def _cpu_backward(
     return dq, *wide
 
 
-def _merge(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor, out: Tensor) -> Tensor:
+def _merge(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> None:
     wide = torch.promote_types(one.dtype, torch.float32)
-    weight = torch.sigmoid(l1 - l2).to(wide)
-    out.copy_((one * weight).addcmul_(two, 1 - weight))
-    return torch.logaddexp(l1, l2)
+    weight = torch.sigmoid(l1 - l2).to(wide).unsqueeze(-1)
+    one.copy_((one * weight).addcmul_(two, 1 - weight))
+    l1.copy_(torch.logaddexp(l1, l2))
 
 
 # by the names that `choose` of attention.py returns
@@ -93,95 +101,87 @@ _KERNELS = {
 NAMES = frozenset(_KERNELS)
 
 
-class _Range(NamedTuple):
-    """The keys that a chunk attends to in one call."""
-
-    begin: int
-    end: int
-    causal: bool
-
-    def of(self, x: Tensor) -> Tensor:
-        return x[:, :, self.begin : self.end]
-
-
-def _ranges(begin: int, size: int) -> Iterator[_Range]:
-    yield _Range(begin, begin + size, True)
-    if begin:
-        yield _Range(0, begin, False)
-
-
 class Call(NamedTuple):
-    """How chunks attend.
+    """How two chunks attend.
 
     Attributes:
         name: of NAMES.
-        begins: where each chunk begins in its row.
+        begins: where the chunks begin in their row, the first one first.
         scale: the factor of q kᵀ.
     """
 
     name: str
-    begins: tuple[int, ...]
+    begins: tuple[int, int]
     scale: float
+
+    def others(self, size: int) -> list[tuple[int, slice]]:
+        """(the first query, the keys) of each call for keys that are not the chunks' own. A chunk has `size` tokens."""
+        first, second = self.begins
+        found = [(0, slice(0, first)), (size, slice(first + size, second))]
+        return [(query, keys) for query, keys in found if keys.start < keys.stop]
 
 
 class Attended(NamedTuple):
     """What `attend_chunks` computed.
 
     Attributes:
-        out: [B, H, T, D]; [B, T, H, D] in memory, as the next product reads it.
-        sums: of each chunk the logsumexps [B, H, C, 1].
+        out: [B, H, 2C, D]; [B, 2C, H, D] in memory, as the next product reads it.
+        lse: fp32 [B, H, 2C], the logsumexps.
         rest: what backward needs besides, of each call of a kernel.
     """
 
     out: Tensor
-    sums: list[Tensor]
+    lse: Tensor
     rest: list[Any]
 
 
-def attend_chunks(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+Keys = tuple[Tensor, Tensor]  # and values
+
+
+def attend_chunks(call: Call, q: Tensor, own: Keys, whole: Keys) -> Attended:
     """Each query attends to all keys of its row up to its own. There is no gradient: `chunk_gradients` computes it.
 
     Args:
         call: how.
-        q: [B, H, T, D], equal chunks of a row one behind the other.
-        k, v: [B, Hk, S, D] of the whole row.
+        q: [B, H, 2C, D], two chunks of a row one behind the other.
+        own: k and v [B, Hk, 2C, D] of the same tokens.
+        whole: k and v [B, Hk, S, D] of the row.
     """
-    kernel, size = _KERNELS[call.name], q.shape[2] // len(call.begins)
-    batch, heads, tokens, dim = q.shape
-    out = q.new_empty(batch, tokens, heads, dim).transpose(1, 2)
-    sums, rest = [], []
-    for part, place, begin in zip(q.split(size, 2), out.split(size, 2), call.begins, strict=True):
-        met = list[tuple[Tensor, Tensor]]()
-        for keys in _ranges(begin, size):
-            given = part, keys.of(k), keys.of(v), keys.causal, call.scale
-            own, lse, more = kernel.forward(*given)
-            met.append((own, lse.view(batch, heads, size, 1)))
-            rest.append(more)
-        (own, lse), *before = met
-        if before:
-            lse = kernel.merge(own, lse, *before[0], place)
-        else:
-            place.copy_(own)
-        sums.append(lse)
-    return Attended(out, sums, rest)
+    kernel, tokens = _KERNELS[call.name], q.shape[2]
+    out, lse, more = kernel.forward(q, *own, True, call.scale)
+    out, lse, rest = _by_token(out), lse.view(q.shape[:3]), [more]
+    for query, keys in call.others(tokens // 2):
+        k, v = (x[:, :, keys] for x in whole)
+        two, l2, more = kernel.forward(q[:, :, query:], k, v, False, call.scale)
+        kernel.merge(out[:, :, query:], lse[:, :, query:], two, l2.view(two.shape[:3]))
+        rest.append(more)
+    return Attended(out, lse, rest)
 
 
 def chunk_gradients(
-    call: Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended
+    call: Call, dout: Tensor, q: Tensor, own: Keys, whole: Keys, attended: Attended
 ) -> tuple[Tensor, list[Gradients]]:
-    """(dq [B, H, T, D], what has to be added for dk and dv: those of each range of keys that a chunk attended to).
+    """(dq [B, H, 2C, D], dk and dv of each range of keys that a chunk attended to). No key is in two of them.
 
     dk and dv are in the dtype of k, or in fp32 at least where heads share keys on a CPU.
     """
-    kernel, size = _KERNELS[call.name], q.shape[2] // len(call.begins)
-    dq, others, rest = torch.empty_like(attended.out), list[Gradients](), iter(attended.rest)
-    parts = (x.split(size, 2) for x in (dout, q, attended.out, dq))
-    for d, part, own, place, lse, begin in zip(*parts, attended.sums, call.begins, strict=True):
-        each = []
-        for keys in _ranges(begin, size):
-            given = d, part, keys.of(k), keys.of(v), own, lse, next(rest)
-            dpart, dk, dv = kernel.backward(*given, keys.causal, call.scale)
-            each.append(dpart)
-            others.append(Gradients(keys.begin, dk, dv))
-        place.copy_(each[0]) if len(each) == 1 else torch.add(*each, out=place)
-    return dq, others
+    kernel, size = _KERNELS[call.name], q.shape[2] // 2
+    out, lse, (more, *rest) = attended
+    shape = *q.shape[:3], 1
+    dq, dk, dv = kernel.backward(dout, q, *own, out, lse.view(shape), more, True, call.scale)
+    dq = _by_token(dq)
+    pairs = zip(call.begins, dk.split(size, 2), dv.split(size, 2), strict=True)
+    found = [Gradients(*pair) for pair in pairs]
+    for (query, keys), more in zip(call.others(size), rest, strict=True):
+        k, v = (x[:, :, keys] for x in whole)
+        d, part, mine = (x[:, :, query:] for x in (dout, q, out))
+        sums = lse[:, :, query:].contiguous().unsqueeze(-1)
+        dpart, dk, dv = kernel.backward(d, part, k, v, mine, sums, more, False, call.scale)
+        dq[:, :, query:].add_(dpart)
+        found.append(Gradients(keys.start, dk, dv))
+    return dq, found
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """[B, H, T, D] that lies as [B, T, H, D]. Kernels' results lie as q does, and then nothing is copied."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

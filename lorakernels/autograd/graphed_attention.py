@@ -41,6 +41,23 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
     )
 
 
+def why_not_segments(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why they do not take some of the queries with all keys (attention.py's `Segments`); "" if they do.
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, Hk, S, D].
+    """
+    return (
+        why_not_here(q.device)
+        or ("deterministic algorithms are asked for" if _deterministic() else "")
+        or ("k and v have fewer tokens than q" if k.shape[2] < q.shape[2] else "")
+        or _why_not_shapes(q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]])
+        or _why_not_strides(k, k, v, True)
+        or _why_not_size(q, True)
+    )
+
+
 def why_not_copies(q: Tensor, k: Tensor, v: Tensor) -> str:
     """As `why_not`, for rows on a GPU that has cuDNN's graphs, and for copies that lie as cuDNN takes them."""
     return _why_not_shapes(q, k, v) or _why_not_size(q, False)
@@ -187,6 +204,30 @@ def attend_sequences(
     return out
 
 
+def attend_segments(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: tuple[int, int], scale: float
+) -> Tensor:
+    """out [B, H, T, D]: the last query of a segment attends to all its keys, and each query before it to one key less.
+
+    The tensors are such that `why_not_segments` is "". Numbers are rounded up as in `attend_sequences`.
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, Hk, S, D].
+        starts: int32 [2, N + 1], running counts of queries and of keys, on the device; read there alone.
+        longest: queries and keys that no segment has more of.
+        scale: the factor of q kᵀ.
+    """
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    tokens = [kernel.many(x.shape[0] * x.shape[2]) for x in (q, k)]
+    most = [min(kernel.rounded(n, 128), all_) for n, all_ in zip(longest, tokens, strict=True)]
+    form = _form(q, k, v, (kernel.rounded(starts.shape[1] - 1), most[0]), scale)
+    strides = tuple((most[1] * x.stride(2), x.stride(1), x.stride(2)) for x in (k, v))
+    form = form._replace(strides=(form.out, *strides), longest_kv=most[1], tokens_kv=tokens[1])
+    out: Tensor = _Attention.apply(q, k, v, starts, form)
+    return out
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -203,7 +244,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, stats, *offsets = ctx.saved_tensors
-        rows = q.shape[0], q.shape[2]
+        shapes = [(x.shape[0], x.shape[2]) for x in (q, k, v)]
         dout = dout.transpose(1, 2).contiguous()
         if dout.data_ptr() % ALIGNED:
             dout = dout.clone()
@@ -212,4 +253,8 @@ class _Attention(torch.autograd.Function):
             q = q.transpose(1, 2).contiguous()
         form = kernel.for_backward(ctx.form)
         grads = kernel.backward(form, (q, k, v, out, stats), dout, where)
-        return (*(g.view(*rows, *g.shape[-2:]).transpose(1, 2) for g in grads), None, None)
+        dq, dk, dv = (
+            g.view(*shape, *g.shape[-2:]).transpose(1, 2)
+            for g, shape in zip(grads, shapes, strict=True)
+        )
+        return dq, dk, dv, None, None

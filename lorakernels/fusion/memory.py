@@ -31,7 +31,7 @@ A layer without adapters keeps only what attention, the norms and SwiGLU need.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -173,12 +173,27 @@ def _together(parts: Sequence[tuple[int, int]]) -> int:
     return sum(here for here, _ in parts) + sum(heapq.nlargest(2, (away for _, away in parts)))
 
 
+def mixes(
+    sizes: Sequence[LayerSize], tokens: int, element: int, forms: Sequence[str] = SAVE
+) -> Iterator[list[str]]:
+    """What `fit` chooses from: one of `forms` for each layer, from the fastest mix to the slowest.
+
+    Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
+    """
+    found = [forms[0]] * len(sizes)
+    yield [*found]
+    for slower in forms[1:]:
+        for i, size in enumerate(sizes):
+            here, then = (_parts(size, form, tokens, element)[0] for form in (found[i], slower))
+            if then < here:
+                found[i] = slower
+                yield [*found]
+
+
 def fit(
     sizes: Sequence[LayerSize], budget: int, tokens: int, element: int, forms: Sequence[str] = SAVE
 ) -> list[str]:
-    """One of `forms` for each layer: the fastest mix whose bytes sum to at most `budget`.
-
-    Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
+    """One of `forms` for each layer: the fastest of `mixes` whose bytes sum to at most `budget`.
 
     Args:
         sizes: of the layers.
@@ -190,18 +205,12 @@ def fit(
     Raises:
         ValueError: the layers do not fit even in the slowest form.
     """
-    found = [forms[0]] * len(sizes)
-    parts = [_parts(size, forms[0], tokens, element) for size in sizes]
-    for slower in forms[1:]:
-        for i, size in enumerate(sizes):
-            if _together(parts) <= budget:
-                return found
-            then = _parts(size, slower, tokens, element)
-            if then[0] < parts[i][0]:
-                found[i], parts[i] = slower, then
-    if (least := _together(parts)) > budget:
-        raise ValueError(
-            f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: they keep at "
-            f"least {least} bytes together"
-        )
-    return found
+    least = 0
+    for found in mixes(sizes, tokens, element, forms):
+        least = kept_bytes(sizes, found, tokens, element)
+        if least <= budget:
+            return found
+    raise ValueError(
+        f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: they keep at "
+        f"least {least} bytes together"
+    )

@@ -7,8 +7,8 @@ work: a token attends to itself and earlier ones.
     forward    k, v [S] ← gather of every rank's [2C]; out of each chunk's queries to the keys up to its end
     backward   dk, dv [S] of both chunks, summed over the ranks in fp32; each rank keeps its [2C]
 
-A kernel gives dk and dv of a range of keys in their dtype. From there on all is added in fp32: ranges, then ranks.
-The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
+A kernel gives dk and dv of a range of keys in their dtype, and a rank has each key in one range. Ranks are added in
+fp32. The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
 gradients to their places (kernels/triton/chunk_rows.py). Elsewhere torch's ops and a collective do.
 
 Documents that are packed into rows may begin anywhere. Their starts are the whole rows', on every rank. A document ends
@@ -26,7 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.attention import Segments, attend_segments, choose, choose_segments
+from lorakernels.autograd.attention import (
+    LONG,
+    Segments,
+    attend_segments,
+    choose,
+    choose_segments,
+)
 from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
 from lorakernels.autograd.chunk_attention import Attended, Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
@@ -119,19 +125,20 @@ class _WholeRows(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, chunks: Chunks, ranks: Ranks
     ) -> Tensor:
-        k, v = _gathered(k, v, chunks, ranks)
-        attended = attend_chunks(call, q, k, v)
-        ctx.save_for_backward(q, k, v, attended.out, *attended.sums)
+        own, whole = (k, v), _gathered(k, v, chunks, ranks)
+        attended = attend_chunks(call, q, own, whole)
+        ctx.save_for_backward(q, *own, *whole, attended.out, attended.lse)
         ctx.call, ctx.rest, ctx.chunks, ctx.ranks = call, attended.rest, chunks, ranks
         return attended.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, *sums = ctx.saved_tensors
-        attended = Attended(out, sums, ctx.rest)
-        dq, parts = chunk_gradients(ctx.call, dout, q, k, v, attended)
-        return dq, *_summed(parts, k.dtype, ctx.chunks, ctx.ranks), None, None, None
+        q, *keys, out, lse = ctx.saved_tensors
+        own, whole = (keys[0], keys[1]), (keys[2], keys[3])
+        attended = Attended(out, lse, ctx.rest)
+        dq, parts = chunk_gradients(ctx.call, dout, q, own, whole, attended)
+        return dq, *_summed(parts, q.dtype, ctx.chunks, ctx.ranks), None, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tensor, Tensor]:
@@ -178,13 +185,13 @@ class ContextAttention:
     Attributes:
         size: the number of ranks.
         begin: called with the number of a rank's tokens of a row before a fused layer runs.
-        chosen: {(dtype, D, whether each row is one document, whether algorithms are deterministic): the backend that
-            runs}.
+        chosen: {(dtype, D, whether each row is one document, whether one may have LONG tokens, whether algorithms are
+            deterministic): the backend that runs}.
     """
 
     def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
         self.ranks, self.size, self.attention, self.begin = ranks, ranks.size, attention, begin
-        self.chosen: dict[tuple[torch.dtype, int, bool, bool], str] = {}
+        self.chosen: dict[tuple[torch.dtype, int, bool, bool, bool], str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
@@ -213,30 +220,26 @@ class ContextAttention:
         chunks, rows = Chunks.of(self.ranks, q.shape[2]), q.shape[0]
         starts, longest = documents
         exact = torch.are_deterministic_algorithms_enabled()
-        key = q.dtype, q.shape[3], starts is None, exact
-        if key not in self.chosen:
-            self.chosen[key] = self._choose(q, k, v, starts is None)
-        name = self.chosen[key]
-        if starts is None and name in CHUNKS:
-            call = Call(name, chunks.begins, scale)
+        longest = chunks.length if starts is None else min(longest, chunks.length)
+        key = q.dtype, q.shape[3], starts is None, longest >= LONG, exact
+        if starts is None and key not in self.chosen:
+            self.chosen[key] = self._whole(q, k, v)
+        if starts is None and self.chosen[key] in CHUNKS:
+            call = Call(self.chosen[key], chunks.begins, scale)
             whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
             return whole
         k, v = _Gather.apply(k, v, chunks, self.ranks)
+        if not self.chosen.get(key):
+            self.chosen[key] = choose_segments(self.attention, q, k, v, longest >= LONG)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
-            longest = chunks.length
         outs = []
         for part, begin in zip(q.chunk(2, 2), chunks.begins, strict=True):
             segments = chunks.segments(starts, rows, begin, longest)
-            outs.append(attend_segments(name, part, k, v, segments, scale))
+            outs.append(attend_segments(self.chosen[key], part, k, v, segments, scale))
         return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
 
-    def _choose(self, q: Tensor, k: Tensor, v: Tensor, whole: bool) -> str:
-        """Rows of one document are attended to in squares and rectangles by what does that fast, others in segments."""
-        if whole and self.attention == "auto":
-            size = q.shape[2] // 2
-            square = [x[:, :, :size] for x in (q, k, v)]
-            name = choose(self.attention, square[0], square[1], square[2], None, True)
-            if name in CHUNKS:
-                return name
-        return choose_segments(self.attention, q, k, v)
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> str:
+        """What attends to rows of one document in squares and rectangles, fast; "" where they are taken as segments."""
+        name = choose("auto", q, k, v, None, True) if self.attention == "auto" else ""
+        return name if name in CHUNKS else ""

@@ -40,7 +40,7 @@ def objection(layer: nn.Module) -> str:
         parts: Parts = layer.__dict__["_fused"]
         if parts.context is not None:
             return "runs over ranks already"
-        if parts.attention not in ("auto", "flash", "efficient", "math"):
+        if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
             return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
     elif OF_MODULE in vars(layer.get_submodule(spec.attention)):
         return "runs over ranks already"

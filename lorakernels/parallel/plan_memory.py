@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from lorakernels.fusion.memory import AWAY, LayerSize, fit, host_bytes, kept_bytes
+from lorakernels.fusion.memory import AWAY, LayerSize, host_bytes, kept_bytes, mixes
 from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan_machine import Machine
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, projections, weights
@@ -138,7 +138,11 @@ def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
 
     Where `batch.tp` GPUs hold layers together, `model` is the whole one.
     """
-    layers, more = own_layers(model, batch), 0
+    return _kept(own_layers(model, batch), batch, saves)
+
+
+def _kept(layers: Sequence[LayerSize], batch: Batch, saves: Sequence[str]) -> int:
+    more = 0
     for size, save in zip(layers, saves, strict=True):
         if batch.ranks == 1 or save.startswith("checkpoint"):
             continue
@@ -168,24 +172,16 @@ def saves_within(
     placement: Placement = Placement(),
     in_flight: int = 1,
 ) -> list[str] | None:
-    """The fastest of `forms` for each layer whose bytes, with the workspace, are at most `room`; None if nothing fits.
+    """The fastest of `mixes` whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    What a backward needs depends on the choice. The budget therefore shrinks by what the first guess lacks. It also
-    shrinks by what `fuse` does not count: `in_flight` microbatches, and rows that ranks share.
+    `fuse` does not count all of them: `in_flight` microbatches, rows that ranks share, and what a backward needs, which
+    depends on the last layer's form.
     """
-    split, own = placement.split(model), model.over(batch.tp)
-    budget = room - _workspace(own, batch, ["checkpoint"] * len(model.layers), split)
-    for _ in range(9):
-        try:
-            layers = own_layers(model, batch)
-            saves = fit(layers, budget // in_flight, batch.tokens, ELEMENT, forms)
-        except ValueError:
-            return None
-        kept = in_flight * kept_of(model, batch, saves)
-        over = kept + _workspace(own, batch, saves, split) - room
-        if over <= 0:
+    split, own, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
+    for saves in mixes(layers, batch.tokens, ELEMENT, forms):
+        kept = in_flight * _kept(layers, batch, saves)
+        if kept + _workspace(own, batch, saves, split) <= room:
             return saves
-        budget -= over
     return None
 
 

@@ -2,7 +2,8 @@
 """How long a fused layer, the head and a step take on a machine.
 
     products    rounds of tiles over the multiprocessors, at the machine's rate
-    attention   operations below the diagonal; a sequence of T tokens has the full rate times T / (T + T0)
+    attention   operations below the diagonal, and for each query as many as T0 / 2 keys more take, in each call: a
+                sequence of T tokens so has the full rate times T / (T + T0)
     the rest    bytes over the bandwidth, and a fixed time for each kernel
 
 A step that would draw more than the machine's power takes its energy over that power.
@@ -24,9 +25,12 @@ GEMM = 3.5e-6  # seconds that a product takes beside its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
-# bytes moved for each element of attention's result where chunks of shared rows meet, forward and backward. Torch's
-# ops moved as many, of which the runs in docs/plan.md are; kernels/triton/merge_attention.py moves 6 forward
-MERGE, MERGE_GRAD = 22, 6
+MERGE = (
+    6  # bytes moved for each element of attention's result, or of dq, where two calls of it meet
+)
+# Seconds that an exchange among ranks of a row takes beside its bytes: two waits for all ranks, of 6.7 us, and 5 until
+# what others have is read. Of two H200's kernels where 4 MB are exchanged (docs/plan.md)
+EXCHANGE = 18e-6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
@@ -128,7 +132,7 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
         seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
         total += Parts(seconds) + _lora_forward(quantized * inner, rank)
     total += _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine) + _merged(size, batch, machine, MERGE)
+    total += _laid_down(size, batch, machine) + _merged(size, batch, machine)
     return total + _attention(size, batch, 1.0, ATTENTION)
 
 
@@ -162,7 +166,7 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
         seconds = gemm_seconds((m, inner, n), rate, machine.processors)
         total += Parts(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
-    total += _gathered(size, batch, machine) * 2 + _merged(size, batch, machine, MERGE_GRAD)
+    total += _laid_down_by_rank(size, batch, machine) + _merged(size, batch, machine)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
 
 
@@ -183,20 +187,32 @@ def whole_rows(size: LayerSize, batch: Batch) -> int:
     return 2 * ELEMENT * batch.sequences * batch.length * size.kv_heads * size.head_dim
 
 
-def _gathered(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
-    """Keys and values of all ranks are put in the order of their rows: each is read and written once."""
-    return Parts(memory=2 * whole_rows(size, batch) / machine.bandwidth)
+def _laid_down(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    """Own keys and values are read, and written where the other ranks read them."""
+    if batch.ranks == 1:
+        return Parts()
+    return moved(machine, 2 * whole_rows(size, batch) / batch.ranks, 1)
+
+
+def _laid_down_by_rank(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    """Gradients of all keys and values are read, and written in fp32 for the ranks whose they are."""
+    if batch.ranks == 1:
+        return Parts()
+    return moved(machine, 3 * whole_rows(size, batch), 1)
 
 
 def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> float:
-    """Seconds of a layer's collectives among the n ranks that share rows; nothing hides them.
+    """Seconds of a layer's exchanges among the n ranks that share rows; nothing hides them.
 
     The forward receives the others' (n − 1) / n of keys and values. The backward sends as much of their gradients, in
-    fp32, which is twice the bytes (context_attention.py). "checkpoint" gathers again.
+    fp32, which is twice the bytes (context_attention.py). "checkpoint" gathers again. The kernel that reads from the
+    others reads and writes its own GPU's memory meanwhile. Ranks wait for each other before and behind what they write.
     """
-    times = 4 if form.startswith("checkpoint") else 3
-    part = (batch.ranks - 1) / batch.ranks
-    return times * part * whole_rows(size, batch) / machine.peer
+    if batch.ranks == 1:
+        return 0.0
+    again = form.startswith("checkpoint")
+    received = (3 + again) * (batch.ranks - 1) / batch.ranks * whole_rows(size, batch)
+    return received / machine.peer + (2 + again) * EXCHANGE
 
 
 def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
@@ -206,16 +222,33 @@ def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
     return forward(size, batch, machine, "full") + Parts(-last)
 
 
-def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]) -> Parts:
-    length, (fastest, start) = batch.length, rate
-    operations = 2 * batch.tokens * length * size.heads * size.head_dim * times
-    return Parts(attention=operations / fastest * (1 + start / length) + 3 * KERNEL)
+def calls(batch: Batch) -> tuple[int, float]:
+    """(calls of attention's kernels, their queries) of a sequence, on the rank that has most of both.
 
-
-def _merged(size: LayerSize, batch: Batch, machine: Machine, each: int) -> Parts:
+    Two chunks of C of a sequence attend to their own keys in one call, to keys before both in another and, but of the
+    last ones, the second chunk to those between them. All ranks attend to as many keys (chunk_attention.py).
+    """
     if batch.ranks == 1:
+        return 1, batch.length
+    chunk, between = batch.length / (2 * batch.ranks), batch.ranks > 2
+    return 2 + between, (4 + between) * chunk
+
+
+def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]) -> Parts:
+    (count, queries), (fastest, start) = calls(batch), rate
+    keys = batch.length * batch.length / (2 * batch.ranks) + queries * start / 2
+    operations = 4 * batch.sequences * keys * size.heads * size.head_dim * times
+    return Parts(attention=operations / fastest + 3 * count * KERNEL)
+
+
+def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+    """Results of all calls but the first are added to those that are there."""
+    count, queries = calls(batch)
+    if count == 1:
         return Parts()
-    return moved(machine, each * batch.tokens * size.heads * size.head_dim, 8)
+    queries -= batch.length / batch.ranks
+    elements = batch.sequences * queries * size.heads * size.head_dim
+    return moved(machine, MERGE * elements, count - 1)
 
 
 def _lora_forward(inputs: int, rank: int) -> Parts:

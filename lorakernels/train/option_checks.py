@@ -223,9 +223,13 @@ def _check_context(options: FinetuneOptions) -> None:
         raise OptionError(
             f"seq_len must be a multiple of {2 * options.cp} with cp {options.cp}, got {options.seq_len}"
         )
-    if options.attention not in ("auto", "flash", "efficient", "math"):
+    if options.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
         raise OptionError(
-            f"attention must be auto, flash, efficient or math with cp, got {options.attention}"
+            f"attention must be auto, flash, efficient, math or cudnn_graph with cp, got {options.attention}"
+        )
+    if options.attention == "cudnn_graph" and options.deterministic:
+        raise OptionError(
+            "attention cudnn_graph has no fixed order of sums with cp: drop one of them, or --deterministic"
         )
     if options.graphs == "step":
         raise OptionError("cp replays layers, not whole steps: take graphs layer or auto")

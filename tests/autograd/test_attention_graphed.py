@@ -319,7 +319,7 @@ def test_versions_that_were_not_tried_are_refused(
 
 @pytest.mark.parametrize("exact", [False, True], ids=["any order", "deterministic"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("tokens", [0, 4096], ids=["rows", "sequences"])
+@pytest.mark.parametrize("tokens", [0, 4096, -4096], ids=["rows", "sequences", "more keys"])
 def test_cudnn_takes_the_description(tokens: int, backward: bool, exact: bool) -> None:
     """cuDNN checks a graph for Hopper before it needs a GPU: that the layouts and options fit together."""
     pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
@@ -329,12 +329,26 @@ def test_cudnn_takes_the_description(tokens: int, backward: bool, exact: bool) -
         pytest.skip(f"no cuDNN: {why}")
     row = 48 * 128
     strides = ((512 * row, 128, row),) * 3
-    form = described.Form(8, 512, tokens, 32, 8, 128, strides, BF16, SCALE, exact)
+    form = described.Form(8, 512, abs(tokens), 32, 8, 128, strides, BF16, SCALE, exact)
+    if tokens < 0:
+        form = form._replace(strides=(form.out, *strides[1:]), longest_kv=1024, tokens_kv=8192)
     described.operation(form, backward, sm_version=90)
     with pytest.raises(
         Exception, match=r"(?i)head|group|h_q|not supported"
     ):  # so its checks are not empty
         described.operation(form._replace(kv_heads=5), backward, sm_version=90)
+
+
+def test_offsets_of_queries_and_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """q, out and stats begin by the queries before a segment, k, v and their gradients by the keys."""
+    monkeypatch.setattr(kernel, "prepare", lambda *_: None)
+    given = 4, 128, 128, 4, 2, 64, ((0, 64, 256), (0, 64, 1000), (0, 64, 1000)), BF16, SCALE, False
+    form = described.Form(*given, longest_kv=128, tokens_kv=128)
+    starts = torch.tensor([[0, 0, 2, 2], [0, 3, 5, 6]], dtype=torch.int32)
+    found = kernel.offsets_of(form, starts)
+    assert found.lengths.tolist() == [[0, 2, 0, 0], [3, 2, 1, 0]]
+    q, k = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([0, 3, 5, 6, 6])
+    assert torch.equal(found.at, torch.stack((k * 1000, q * 256, k * 128, q * 4)))
 
 
 def test_the_package_has_what_is_called() -> None:

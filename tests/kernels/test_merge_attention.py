@@ -34,12 +34,15 @@ def errors(device: str, dtype: torch.dtype) -> list[tuple[float, float]]:
             return torch.randn(shape, generator=generator)
 
         shape = batch, 2 * tokens, heads, dim
-        one = randn(*shape)[:, :tokens].transpose(1, 2).to(device, dtype)
-        two = randn(batch, heads, tokens, dim).to(device, dtype)
         out = torch.full(shape, torch.nan, dtype=dtype, device=device)
         place = out.transpose(1, 2)[:, :, tokens:]
-        l1, l2 = ((randn(batch, heads, tokens, 1) * apart + MEAN).to(device) for _ in range(2))
-        lse = merge_attention(one, l1, two, l2, place)
+        one = place.copy_(randn(batch, heads, tokens, dim)).clone()
+        two = randn(batch, heads, tokens, dim).to(device, dtype)
+        l1, l2 = ((randn(batch, heads, tokens) * apart + MEAN).to(device) for _ in range(2))
+        sums = torch.full((batch, heads, 2 * tokens), torch.nan, device=device)
+        lse = sums[:, :, tokens:].copy_(l1)
+        merge_attention(place, lse, two, l2)
+        l1, l2, lse = (x.unsqueeze(-1) for x in (l1, l2, lse))
         exact = torch.logaddexp(l1.double(), l2.double())
         wanted = sum(x.double() * (w.double() - exact).exp() for x, w in ((one, l1), (two, l2)))
         size = sum(x.double().abs() * (w.double() - exact).exp() for x, w in ((one, l1), (two, l2)))
@@ -47,7 +50,7 @@ def errors(device: str, dtype: torch.dtype) -> list[tuple[float, float]]:
         unit = torch.finfo(dtype).eps / 2 * wanted.abs() + (16 + 2 * apart) * 2.0**-24 * size
         unit += torch.finfo(dtype).tiny * 2.0**-10
         off = float(((place.double() - wanted).abs() / unit).max())
-        assert out[:, :tokens].isnan().all()
+        assert out[:, :tokens].isnan().all() and sums[:, :, :tokens].isnan().all()
         found.append((off, float((lse.double() - exact).abs().max() / exact.abs().max())))
     return found
 

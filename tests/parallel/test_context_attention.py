@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from lorakernels.autograd import graphed_attention as graphed
 from lorakernels.autograd.attention import (
     Segments,
     attend_segments,
@@ -20,6 +21,7 @@ from lorakernels.autograd.attention import (
     segments_mask,
 )
 from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
+from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
 from lorakernels.parallel import context_attention
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
 
@@ -70,16 +72,21 @@ def test_segments_say_what_a_row_of_documents_says(
             assert int(segments.k.diff().max()) <= segments.longest_k
 
 
+@pytest.mark.parametrize("wanted", ["auto", "cudnn_graph"])
 @pytest.mark.parametrize("size", [36, 150])
-def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.device) -> None:
+def test_chunks_of_all_ranks_attend_as_whole_rows(
+    wanted: str, size: int, device: torch.device
+) -> None:
     """Two rows of documents, grouped heads: values and gradients beside float64's. Some documents have no queries in a
     chunk, and some no tokens.
 
-    On a CPU in float64. On a GPU in bf16 by FlashAttention-2, which rounds P, dS and results to 2^-9.
+    On a CPU in float64. On a GPU in bf16 by cuDNN's graphs or FlashAttention-2, which round P, dS and results to 2^-9.
     """
     ranks, rows, heads, kv_heads, dim = 2, 2, 4, 2, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
     dtype, bound = (torch.bfloat16, 2.0**-7) if on_gpu else (torch.float64, 1e-13)
+    if wanted == "cudnn_graph" and (why := graphed.why_not_here(device)):
+        pytest.skip(why)
     at = [round(part * length) for part in (0, 0.04, 0.04, 0.7, 1, 1.05, 2)]
     starts = torch.tensor(at, dtype=torch.int32, device=device)
     q, k, v = (
@@ -103,8 +110,8 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.devic
         x.transpose(1, 2)
         for x in torch.cat((k, v), 1).transpose(1, 2).contiguous().split(kv_heads, 2)
     )
-    name = choose_segments("auto", q[:, :, :size], k, v)
-    assert name == ("packed" if on_gpu else "torch")
+    name = choose_segments(wanted, q[:, :, :size], k, v)
+    assert name == (wanted if wanted != "auto" else "packed" if on_gpu else "torch")
     parts = {}
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
@@ -120,13 +127,14 @@ def test_chunks_of_all_ranks_attend_as_whole_rows(size: int, device: torch.devic
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
     ranks: int, rows: int, device: torch.device
 ) -> None:
     """Each rank's two chunks of rows that are one document each, beside float64's.
 
-    On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once more.
+    All ranks attend to as many keys: a causal square of 2C queries and rectangles, in which each key is once.
+    On a CPU in float64. On a GPU in bf16 by cuDNN, which rounds P, dS and results to 2^-9; merged once or twice more.
     """
     size, heads, dim = 32, 4, 64
     length, on_gpu = 2 * ranks * size, device.type == "cuda"
@@ -151,11 +159,16 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
         chunks = Chunks(rank, ranks, size)
         at = torch.cat([torch.arange(b, b + size, device=device) for b in chunks.begins])
         call, here = Call(name, chunks.begins, 0.3), q[:, :, at]
+        own, whole = (k[:, :, at], v[:, :, at]), (k, v)
         with torch.no_grad():
-            attended = attend_chunks(call, here, k, v)
-            dq, parts = chunk_gradients(call, grad[:, :, at], here, k, v, attended)
+            attended = attend_chunks(call, here, own, whole)
+            dq, parts = chunk_gradients(call, grad[:, :, at], here, own, whole, attended)
         for result in (attended.out, dq):
             assert result.transpose(1, 2).is_contiguous()
+        calls = 1 + (rank > 0) + (rank < ranks - 1)  # of a kernel
+        assert len(attended.rest) == calls and len(parts) == 1 + calls <= MOST_RANGES
+        ranges = sorted((p.begin, p.begin + p.dk.shape[2]) for p in parts)
+        assert ranges[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(ranges))
         found[:, :, at] = attended.out
         totals[0][:, :, at] += dq
         for begin, *each in parts:
@@ -165,9 +178,13 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
         assert float((ours.double() - theirs).norm() / theirs.norm()) <= bound
 
 
-def test_a_backend_of_whole_rows_is_refused() -> None:
+def test_a_backend_that_does_not_take_them_is_refused() -> None:
     q = torch.zeros(1, 2, 4, 64)
-    with pytest.raises(ValueError, match="'cudnn_graph' does not take a part of the queries"):
+    with pytest.raises(ValueError, match="'fp8' does not take a part of the queries"):
+        choose_segments("fp8", q, q, q)
+    with pytest.raises(
+        ValueError, match="'cudnn_graph' does not take these rows: cuDNN needs a GPU"
+    ):
         choose_segments("cudnn_graph", q, q, q)
 
 
@@ -212,3 +229,43 @@ def test_the_backend_is_chosen_anew_under_deterministic_algorithms(
     finally:
         torch.use_deterministic_algorithms(before)
     assert asked == [False, True]
+
+
+def test_long_documents_are_attended_to_by_graphs_and_short_ones_by_flash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By max_length_q, which the host knows; a row bounds it. Rows of one document are as long as a row."""
+    asked = []
+
+    def choose_segments(wanted: str, q: Tensor, k: Tensor, v: Tensor, long: bool) -> str:
+        asked.append((wanted, long))
+        return "torch"
+
+    monkeypatch.setattr(context_attention, "choose_segments", choose_segments)
+    monkeypatch.setattr(context_attention, "LONG", 8)
+    alone: Any = SimpleNamespace(rank=0, size=1, rows=OneRow())
+    attention = ContextAttention(alone, "flash", lambda tokens: None)
+    starts = torch.tensor([0, 3, 8], dtype=torch.int32)
+    for tokens, longest in ((8, 7), (8, 9), (8, 8), (8, 7)):
+        q = torch.randn(1, 2, tokens, 16)
+        attention.attend(q, q, q, (starts, longest), 0.25)
+    attention.attend(q, q, q, (None, 1), 0.25)
+    assert asked == [("flash", False), ("flash", True), ("flash", True)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "long", "takes", "found"),
+    [
+        ("auto", True, True, "cudnn_graph"),
+        ("auto", True, False, "torch"),
+        ("auto", False, True, "torch"),
+        ("cudnn_graph", False, True, "cudnn_graph"),
+        ("math", True, True, "math"),
+    ],
+)
+def test_graphs_are_taken_where_segments_are_long_or_they_are_wanted(
+    wanted: str, long: bool, takes: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphed, "why_not_segments", lambda *_: "" if takes else "no GPU")
+    q = torch.zeros(1, 2, 4, 64)
+    assert choose_segments(wanted, q, q, q, long) == found

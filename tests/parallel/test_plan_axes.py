@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -17,15 +18,29 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
+from lorakernels.autograd.chunk_attention import Call
+from lorakernels.fusion.memory import SAVE, mixes
 from lorakernels.parallel import ShardedAdamW, context_attention
+from lorakernels.parallel.context_attention import Chunks
 from lorakernels.parallel.flat import lay_out
 from lorakernels.parallel.optimizer import BUCKET_BYTES
 from lorakernels.parallel.plan import predict
 from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of
+from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
 from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
 from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
-from lorakernels.parallel.plan_time import Batch, backward, exchanged, forward, head, whole_rows
+from lorakernels.parallel.plan_time import (
+    EXCHANGE,
+    KERNEL,
+    MERGE,
+    Batch,
+    backward,
+    calls,
+    exchanged,
+    forward,
+    head,
+    whole_rows,
+)
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, fused_in_bf16
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
@@ -60,15 +75,50 @@ def test_rows_that_ranks_share_take_a_part_of_the_work_and_of_the_bytes() -> Non
 def test_keys_and_values_come_once_and_their_gradients_go_in_twice_the_bytes() -> None:
     layer, batch = size_of("70b").layers[0], Batch(2, 8192, 4)
     received = 0.75 * 2 * 4 * 8192 * 8 * 128 / H200.peer
-    assert exchanged(layer, batch, H200, "full") == pytest.approx(3 * received)
-    assert exchanged(layer, batch, H200, "checkpoint") == pytest.approx(4 * received)
+    both = 3 * received + 2 * EXCHANGE
+    assert exchanged(layer, batch, H200, "full") == pytest.approx(both)
+    again = exchanged(layer, batch, H200, "checkpoint")
+    assert again == pytest.approx(4 * received + 3 * EXCHANGE)
     assert exchanged(layer, replace(batch, ranks=1), H200, "full") == 0
     size = size_of("70b")
     found = predict(size, batch, H200, 4, Placement(), ["fp8"] * 80)
     free = predict(size, batch, replace(H200, peer=math.inf), 4, Placement(), ["fp8"] * 80)
     gradients = 2 * 4 * size.trained * 0.75 / H200.peer
     assert found.step - free.step == pytest.approx(80 * 3 * received + gradients)
-    assert found.layer.rows == pytest.approx(3 * received) and found.rate == 4 * 4096 / found.step
+    assert found.layer.rows == pytest.approx(both) and found.rate == 4 * 4096 / found.step
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_attention_of_shared_rows_has_the_calls_of_the_rank_that_has_most(ranks: int) -> None:
+    """As chunk_attention.py makes them. All ranks attend to as many keys."""
+    size, most = 16, (0, 0)
+    for rank in range(ranks):
+        chunks = Chunks(rank, ranks, size)
+        others = Call("torch", chunks.begins, 1.0).others(size)
+        queries = [2 * size - first for first, _ in others]
+        area = sum(q * (k.stop - k.start) for q, (_, k) in zip(queries, others, strict=True))
+        assert 2 * size**2 + area == chunks.length**2 / (2 * ranks)
+        most = max(most, (1 + len(others), 2 * size + sum(queries)))
+    assert calls(Batch(1, 2 * ranks * size, ranks)) == most
+
+
+def test_short_rows_take_what_calls_and_exchanges_take_besides() -> None:
+    """8B over eight GPUs: of 512 tokens each, a quarter of a layer is neither products nor keys."""
+    layer = size_of("8b").layers[0]
+    alone, shared = Batch(1, 512), Batch(1, 4096, 8)
+    one, own = (
+        forward(layer, batch, H200, "full") + backward(layer, batch, H200, "full")
+        for batch in (alone, shared)
+    )
+    assert own.gemm == one.gemm
+    each = 4 * 32 * 128 * (831 / 770e12 + 2.5 * 1253.5 / 712e12)
+    keys = 4 * 32 * 128 * (1 / 770e12 + 2.5 / 712e12)
+    assert own.attention - one.attention == pytest.approx(
+        (5 * 256 - 512) * each + (4096**2 / 16 - 512**2 / 2) * keys + 2 * 2 * 3 * KERNEL
+    )
+    rows = 4 * 4096 * 8 * 128
+    moved = (2 / 8 + 3) * rows + 2 * MERGE * 3 * 256 * 32 * 128
+    assert own.memory - one.memory == pytest.approx(moved / H200.bandwidth + (2 + 2 * 2) * KERNEL)
 
 
 def test_a_long_row_is_planned_over_a_shared_base() -> None:
@@ -95,6 +145,27 @@ def test_ranks_lay_down_their_keys_and_then_the_gradients_of_all() -> None:
     short = predict(size_of("1b"), Batch(1, 8, 2), H200, 2, Placement(), ["full"] * 16).bytes
     assert short.exchange == 1 << 20  # the least, which is there already
     assert predict(size, Batch(1, 8192), H200, 4, Placement(4), saves).bytes.exchange == 0
+
+
+@pytest.mark.parametrize("batch", [Batch(1, 8192, 2), Batch(1, 8192)], ids=["shared", "alone"])
+def test_layers_keep_the_fastest_mix_that_fits_whatever_room_there_is(batch: Batch) -> None:
+    """What ranks that share rows keep besides depends on the mix: "recompute" keeps as much as "full" there.
+
+    66 and 69 GB were once too little for 70B's layers, where 65 and 67 GB were enough.
+    """
+    size = size_of("70b")
+    names = [tuple(mix) for mix in mixes(size.layers, batch.tokens, ELEMENT)]
+
+    def needed(saves: Sequence[str]) -> int:
+        found = bytes_of(size, batch, H200, 2, Placement(), saves)
+        return found.kept + found.workspace
+
+    for room in (16 * GB, 40 * GB, 64 * GB, 66 * GB, 67 * GB, 69 * GB):
+        saves = saves_within(size, batch, room, SAVE)
+        assert saves is not None and needed(saves) <= room
+        faster = names[: names.index(tuple(saves))]
+        assert all(needed(mix) > room for mix in faster)
+    assert saves_within(size, batch, 4 * GB, SAVE) is None
 
 
 def test_stages_have_what_the_model_has() -> None:

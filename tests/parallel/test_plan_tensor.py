@@ -50,7 +50,7 @@ def size_of(model: str, adapted: str = "qkvo") -> ModelSize:
         ("70b", "qkvo", Batch(2, 8192), 2, Placement(2, 0.27), "fp8-offload",
          "0x1.5f0285c824829p+2", "0x1.7569fd1b002bbp+12", 130553661421),
         ("70b", "all", Batch(2, 8192, 2), 8, Placement(8, 0.0, True, 8), "checkpoint",
-         "0x1.f5c45ab2b83a9p+1", "0x1.0538890713799p+14", 31209846272),
+         "0x1.036014673660dp+2", "0x1.f956545ccb27dp+13", 31209846272),
         ("8b", "all", Batch(2, 1024), 8, Placement(), "recompute",
          "0x1.6244060c1cb0bp-4", "0x1.71fb6fb5768c7p+17", 20379751936),
         ("8b", "qkvo", Batch(2, 8192), 2, Placement(), "full",
@@ -68,7 +68,7 @@ def test_without_tp_a_plan_has_the_bits_that_it_had_before(
     rate: str,
     total: int,
 ) -> None:
-    """Values of the plan that did not know tp, on an H100."""
+    """Values of the plan that did not know tp, on an H100. Of shared rows: since attention has several calls."""
     lora = LoRAConfig(r=8, target_modules=list(ADAPTED[adapted]))
     size = ModelSize.of(SPECS[model].config(), lora)
     found = predict(size, batch, MACHINES["H100-80GB"], gpus, placement, [save] * len(size.layers))
@@ -339,7 +339,7 @@ class Row:
     """A line of docs/plan.md: what is predicted of a layout, beside what was measured."""
 
     FORM = re.compile(
-        r"\| (?P<cut>8 layers of )?(?P<model>Llama-[^,|]+), tp (?P<tp>\d)(?: × cp (?P<cp>\d))?, "
+        r"\| (?P<cut>8 layers of )?(?P<model>Llama-[^,|]+), (?:tp (?P<tp>\d))?(?: × )?(?:cp (?P<cp>\d))?, "
         r"(?P<gpus>\d) (?P<machine>\S+) "
         r"\| (?P<rate>[\d,]+) \| (?P<took>[\d,]+) \| (?P<off>[+-][\d.]+%) "
         r"\| (?P<gib>[\d.]+) \| (?P<held>[\d.]+) \| (?P<more>[+-][\d.]+%) \|"
@@ -353,7 +353,7 @@ class Row:
         size, spec, found = size_of(self.key), SPECS[self.key], self.found
         if found["cut"]:
             size = replace(size, layers=size.layers[:8], trained=size.trained // 10)
-        batch = Batch(1, spec.length, int(found["cp"] or 1), int(found["tp"]))
+        batch = Batch(1, spec.length, int(found["cp"] or 1), int(found["tp"] or 1))
         saves, machine = ["full"] * len(size.layers), MACHINES[found["machine"]]
         plan = predict(size, batch, machine, int(found["gpus"]), Placement(), saves)
         took, held = float(found["took"].replace(",", "")), float(found["held"])
@@ -365,11 +365,11 @@ class Row:
         )
 
 
-def test_docs_have_what_the_plan_says_of_split_layers() -> None:
+def test_docs_have_what_the_plan_says_of_split_layers_and_shared_rows() -> None:
     """And 70B's widths are within a tenth of what was measured."""
     text = PLAN.read_text(encoding="utf-8")
     rows = [Row(found) for found in Row.FORM.finditer(text)]
-    assert len(rows) >= 11
+    assert len(rows) >= 18 and any(not row.found["tp"] for row in rows)
     for row in rows:
         assert row.of_plan() == row.line
         if row.key == "70b":

@@ -137,7 +137,11 @@ def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
         ({"use_dora": True, "fuse": True}, "use_dora does not go with fuse"),
         ({"cp": 0}, "cp must be at least 1, got 0"),
         ({"cp": 3}, "seq_len must be a multiple of 6 with cp 3, got 1024"),
-        ({"cp": 2, "attention": "cudnn"}, "auto, flash, efficient or math with cp, got cudnn"),
+        ({"cp": 2, "attention": "cudnn"}, "efficient, math or cudnn_graph with cp, got cudnn"),
+        (
+            {"cp": 2, "attention": "cudnn_graph", "deterministic": True},
+            "attention cudnn_graph has no fixed order of sums with cp",
+        ),
         (
             {"cp": 2, "graphs": "step"},
             "cp replays layers, not whole steps: take graphs layer or auto",

@@ -7,6 +7,8 @@ torch's own cuDNN backend takes no packed sequences and refuses deterministic al
 `Form` and device. It reads and writes at addresses that each execution gives, in memory that torch allocated, so that
 executions can be captured in a CUDA graph.
 
+Sequences may have fewer queries than keys, which is a rank's part of packed rows: the last query sees all keys.
+
 Packed sequences are cuDNN's "ragged" layout: sequence n begins `starts[n] ×` the row's stride elements after the
 tensor's first element. Sequences without tokens have length 0. Backward of packed sequences
 needs a q that is laid out as dq. cuDNN 9.19 looks for dq's fp32 sums at the offsets of q, and does not check them.
@@ -83,8 +85,9 @@ class Offsets(NamedTuple):
     """Where packed sequences begin.
 
     Attributes:
-        lengths: int32 [N], tokens of each.
-        at: int64 [4, N + 1]: `starts` times a row's elements in q, k and v; in out; in dk; in stats.
+        lengths: int32 [N], tokens of each, or [2, N], queries and keys of each.
+        at: int64 [4, N + 1]: `starts` times a row's elements in q, k and v; in out; in dk; in stats. With `lengths` of
+            queries and keys, q begins where out does.
     """
 
     lengths: Tensor
@@ -97,17 +100,22 @@ def _multipliers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def offsets_of(form: Form, starts: Tensor) -> Offsets:
-    """Three small kernels. `starts`: int32 [N + 1], N ≤ form.rows: sequences without tokens are added at the end.
+    """Three small kernels, or four. `starts`: int32 [N + 1], or [2, N + 1] of queries and of keys; N ≤ form.rows:
+    sequences without tokens are added at the end.
 
     Raises:
         RuntimeError: the stream is captured, and `form` has not run before.
     """
     device = starts.device
     prepare(form, device)  # what is cached below must not be made in a capture
-    if missing := form.rows + 1 - len(starts):
-        starts = torch.cat((starts, starts[-1:].expand(missing)))
+    if missing := form.rows + 1 - starts.shape[-1]:
+        more = starts[..., -1:].expand(*starts.shape[:-1], missing)
+        starts = torch.cat((starts, more), -1)
     numbers = (form.strides[1][2], form.out[2], form.kv[2], form.heads)
-    return Offsets(starts.diff(), starts * _multipliers(numbers, device))
+    lengths = starts.diff()
+    if starts.dim() == 2:
+        starts = starts.flip(0).repeat(2, 1)  # of k and v, out, dk, stats
+    return Offsets(lengths, starts * _multipliers(numbers, device))
 
 
 def for_backward(form: Form) -> Form:
@@ -136,6 +144,8 @@ def _execute(
     if offsets is not None:
         first, step = offsets.at.data_ptr(), offsets.at.stride(0) * 8
         pointers[int(At.LENGTHS)] = offsets.lengths.data_ptr()
+        if form.tokens_kv:
+            pointers[int(At.LENGTHS_KV)] = offsets.lengths[1].data_ptr()
         for n, at in enumerate((At.AT_QKV, At.AT_OUT, At.AT_KV, At.AT_STATS)):
             pointers[int(at)] = first + n * step
         if not backward:
@@ -184,7 +194,10 @@ def backward(
     """
     q, k, v, out, stats = kept
     dq = torch.empty_like(out)
-    dk, dv = (q.new_empty((*out.shape[:-2], form.kv_heads, form.dim)) for _ in range(2))
+    shape = (*out.shape[:-2], form.kv_heads, form.dim)
+    if form.tokens_kv:  # keys without queries get nothing
+        shape = (k.shape[0] * k.shape[2], *shape[-2:])
+    dk, dv = (q.new_zeros(shape) if form.tokens_kv else q.new_empty(shape) for _ in range(2))
     given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats, At.DOUT: dout}
     given |= {At.DQ: dq, At.DK: dk, At.DV: dv}
     _execute(form, True, q.device, given, offsets)

@@ -40,6 +40,7 @@ class At(IntEnum):
     SCALE_O = 20
     AMAX_S = 21
     AMAX_O = 22
+    LENGTHS_KV = 23
 
 
 # The factors of q, k, v and P, then the scales of P and out, in the order of numerics/fp8_attention.py.
@@ -59,6 +60,8 @@ class Form(NamedTuple):
         dtype: bf16 or fp16, or e4m3 of q, k, v and out, for forward over rows.
         scale: the factor of q kᵀ.
         deterministic: whether backward sums in the same order each time. It takes 2 B H T² more bytes meanwhile.
+        longest_kv, tokens_kv: as `longest` and `tokens`, of keys, where packed sequences have fewer queries than keys.
+            Their last query then attends to all keys. 0 where both are equal.
     """
 
     rows: int
@@ -71,16 +74,23 @@ class Form(NamedTuple):
     dtype: torch.dtype
     scale: float
     deterministic: bool
+    longest_kv: int = 0
+    tokens_kv: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Of a row, or at most of a sequence."""
+        return self.longest_kv or self.longest
 
     @property
     def out(self) -> tuple[int, int, int]:
         """Strides of out, dout and dq: [B, T, H, D] in memory."""
-        return _own(self, self.heads)
+        return _own(self, self.longest, self.heads)
 
     @property
     def kv(self) -> tuple[int, int, int]:
         """Strides of dk and dv: [B, T, Hk, D] in memory."""
-        return _own(self, self.kv_heads)
+        return _own(self, self.keys, self.kv_heads)
 
 
 _IO = {
@@ -90,8 +100,8 @@ _IO = {
 }
 
 
-def _own(form: Form, heads: int) -> tuple[int, int, int]:
-    return form.longest * heads * form.dim, form.dim, heads * form.dim
+def _own(form: Form, longest: int, heads: int) -> tuple[int, int, int]:
+    return longest * heads * form.dim, form.dim, heads * form.dim
 
 
 @cache
@@ -130,11 +140,15 @@ class _Builder:
         self.graph, self.form, self.io = graph, form, io
         self.kinds = frontend().data_type
         self.offsets: dict[At, Any] = {}
-        self.options: dict[str, Any] = {"attn_scale": form.scale, "use_causal_mask": True}
+        mask = "use_causal_mask_bottom_right" if form.tokens_kv else "use_causal_mask"
+        self.options: dict[str, Any] = {"attn_scale": form.scale, mask: True}
         if form.tokens:
             rows = [form.rows, 1, 1, 1]
             lengths = self._tensor(At.LENGTHS, rows, [1] * 4, self.kinds.INT32)
-            self.options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": lengths}
+            of_keys = lengths
+            if form.tokens_kv:
+                of_keys = self._tensor(At.LENGTHS_KV, rows, [1] * 4, self.kinds.INT32)
+            self.options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": of_keys}
 
     def _tensor(self, at: At, dim: list[int], stride: list[int], kind: Any) -> Any:
         made = self.graph.tensor(name=at.name, dim=dim, stride=stride, data_type=kind)
@@ -149,14 +163,15 @@ class _Builder:
                 self.offsets[at] = self._tensor(at, dims, [1] * 4, self.kinds.INT64)
             tensor.set_ragged_offset(self.offsets[at])
 
-    def _dims(self, heads: int) -> list[int]:
-        return [self.form.rows, heads, self.form.longest, self.form.dim]
+    def _dims(self, heads: int, longest: int | None = None) -> list[int]:
+        return [self.form.rows, heads, longest or self.form.longest, self.form.dim]
 
     def _strided(self, strides: tuple[int, int, int]) -> list[int]:
         return [*strides, 1]
 
     def _given(self, at: At, heads: int, strides: tuple[int, int, int], offsets: At) -> Any:
-        made = self._tensor(at, self._dims(heads), self._strided(strides), self.io)
+        longest = self.form.keys if at in (At.K, At.V) else self.form.longest
+        made = self._tensor(at, self._dims(heads, longest), self._strided(strides), self.io)
         self._packed(made, offsets)
         return made
 
@@ -226,7 +241,7 @@ class _Builder:
         if form.tokens:
             self.options |= {
                 "max_total_seq_len_q": form.tokens,
-                "max_total_seq_len_kv": form.tokens,
+                "max_total_seq_len_kv": form.tokens_kv or form.tokens,
             }
         found = self.graph.sdpa_backward(
             name="attention_backward",
@@ -240,7 +255,7 @@ class _Builder:
             **self.options,
         )
         dq = (self._dims(form.heads), self._strided(form.out))
-        dkv = (self._dims(form.kv_heads), self._strided(form.kv))
+        dkv = (self._dims(form.kv_heads, form.keys), self._strided(form.kv))
         self._found(found[0], At.DQ, dq, At.AT_OUT)
         self._found(found[1], At.DK, dkv, At.AT_KV)
         self._found(found[2], At.DV, dkv, At.AT_KV)

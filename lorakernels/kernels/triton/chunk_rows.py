@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS
 
-MOST_RANGES = 4  # two of each of a rank's two chunks
+MOST_RANGES = 4  # a rank's two chunks, what lies before both, and between them
 _ELEMENTS = 4096  # of a program that has tokens of a head
 _COPIED = (
     8192  # of a program of `in_order`: four loads of 16 bytes in flight for each of its threads

@@ -100,7 +100,7 @@ def chosen(rank: int, device: torch.device) -> dict[str, Any]:
             size, batch, room, _ = planned.call_args.args
             assert (batch.tp, batch.ranks) == (way.tp, way.cp) and size.trained > 0
             # a CPU's, less what GPUs would exchange rows in
-            assert NO_LIMIT - room == (LEAST if way.tp > 1 else 0)
+            assert NO_LIMIT - room == (0 if name == "dp" else LEAST)
             found.setdefault(name, []).append((mix, [*layout.saves]))
     with mock.patch.object(Ours, "room", lambda self, trained: 1000 + rank - trained):
         found["room"] = layout.room(7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shlex
 import sys
 import time
@@ -34,6 +35,22 @@ def test_a_benchmark_takes_a_part_s_options(part: Part, monkeypatch: pytest.Monk
     with pytest.raises(SystemExit) as ended:
         module.main()
     assert ended.value.code == 0
+
+
+@pytest.mark.parametrize(
+    "part", [p for p in PARTS if not p.words.startswith("pytest")], ids=lambda part: part.name
+)
+def test_torchrun_leaves_a_benchmark_its_options(part: Part, tmp_path: Path) -> None:
+    """Also those behind the script may be no beginning of several of torchrun's, as --run was."""
+    from torch.distributed.run import get_args_parser
+
+    module = importlib.import_module(f"benchmarks.parallel.{part.words.split('.py')[0]}")
+    named = [*{*re.findall(r"(?<![-\w])--[a-z][-a-z]*", Path(str(module.__file__)).read_text())}]
+    given = [word for name in named for word in (name, "1")]
+    script, *options = part.command(tmp_path, 5)[7:]
+    found = get_args_parser().parse_args(["--nproc-per-node", "8", script, *options, *given])
+    assert found.training_script == script
+    assert found.training_script_args == [*options, *given]
 
 
 def test_a_part_starts_its_ranks_on_its_gpus(tmp_path: Path) -> None:
