@@ -118,8 +118,8 @@ def quantize_grad(
 # Whether its kernel for these sizes takes power_of_two
 def quantize_lora_down_finds_blocks(rows: int, cols: int, rank: int, device: int) -> bool: ...
 
-# out: x8, scale_inv, s, workspace. types: dtypes of x and s, and of A; and whether blocks' scales are powers of two, None
-# without such scales
+# out: x8, scale_inv, s, workspace. types: dtypes of x and s, and of A; and whether blocks' scales are powers of two,
+# None without such scales
 def quantize_lora_down(
     out: tuple[Address, Address, Address, Address],
     x: Address,

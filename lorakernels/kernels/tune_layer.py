@@ -55,10 +55,10 @@ def norm_backward_config(block: int) -> RowConfig:
 SWIGLU = TileConfig(block=1024, num_warps=4, resident=12)
 SWIGLU_OF_BYTES = TileConfig(block=2048, num_warps=4, resident=12)
 SWIGLU_PACK = TileConfig(block=1024, num_warps=1, resident=24)
-SWIGLU_IN_BLOCKS = TileConfig(block=1024, num_warps=1, resident=24)
+SWIGLU_IN_BLOCKS = TileConfig(block=512, num_warps=1, resident=32)
 SWIGLU_GRAD = TileConfig(block=2048, num_warps=4, resident=8)
 SWIGLU_GRAD_KEPT = TileConfig(block=1024, num_warps=4, resident=8)
-SWIGLU_GRAD_IN_BLOCKS = TileConfig(block=1024, num_warps=1, resident=20)
+SWIGLU_GRAD_IN_BLOCKS = TileConfig(block=512, num_warps=1, resident=32)
 ROPE_HEADS = 16
 ROPE_BACKWARD_HEADS, ROPE_BACKWARD_WARPS = 8, 4
 

@@ -341,8 +341,12 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options of a launch, beside num_warps."""
-        return launch_options(self.overlaps)
+        """The options of a launch, beside num_warps.
+
+        Without a MEASURE launch in front, programs that share tiles start when the previous kernel has ended. Early
+        ones would fill the multiprocessors that it leaves first: these would have all tiles, and the others none.
+        """
+        return launch_options(self.overlaps and self.quantizes)
 
     @property
     def constants(self) -> dict[str, object]:
