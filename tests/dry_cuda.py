@@ -143,7 +143,7 @@ def _of_extension(recorded: Recorded) -> Iterator[tuple[str, Any]]:
             checks = _checks(getattr(_C, node.name))
             yield node.name, recorded.extension(node.name, _signature(node), checks)
     yield WORKSPACE, lambda rows, cols, rank, device: 4096 + rows * max(rank, 16)
-    yield FINDS_BLOCKS, lambda rows, cols, rank, device: cols % 16 == 0
+    yield FINDS_BLOCKS, lambda rows, cols, rank, device: cols % 16 == 0 and rank <= 16
     yield "LaunchList", recorded.launch_list()
     yield "record_kernel", recorded.record_kernel
     yield "build_info", _constant(_C.build_info() | {"cuda": True, "cuda_archs": "90a"})

@@ -183,7 +183,7 @@ def downs() -> Iterator[Call]:
         if rank or not p:
             make = partial(down_of, cols, rank, p, "kept", BF16)
             yield Call(f"{cols} columns, r{rank}, p {p}", op, make, 205)
-        if cols % 16 == 0 and (rank or not p):
+        if cols % 16 == 0 and rank <= 16 and (rank or not p):
             blocks = partial(down_of, cols, rank, p, "none", BF16, power=p > 0)
             yield Call(f"{cols} columns, r{rank}, p {p}, blocks", op, blocks, 205)
     for p in (0.0, 0.3):

@@ -79,10 +79,9 @@ struct QuantizeLoraDownPlan {
     floats = offset_A + (form == Form::kPanels ? rank_columns * arranged_columns(cols) / 2 : 0);
   }
 
-  // Whether a warp has whole blocks of 128 columns, and can find their scales.
-  bool has_whole_blocks() const {
-    return form == Form::kPanels || (form == Form::kBoxes && columns_of_boxes(rank_columns) == 1024);
-  }
+  // Whether a warp has whole blocks of 128 columns at once, and can find their scales. In panels they take two steps: a
+  // branch for the first of two makes ptxas serialize wgmma (C7515).
+  bool has_whole_blocks() const { return form == Form::kBoxes && columns_of_boxes(rank_columns) == 1024; }
 
   static LORAKERNELS_HD constexpr int64_t arranged_columns(int64_t cols) {
     return (cols + kStepColumns - 1) / kStepColumns * kStepColumns;

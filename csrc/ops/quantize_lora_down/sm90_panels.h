@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
   const int rows = static_cast<int>(params.rows), cols = static_cast<int>(params.cols);
   const int slices = static_cast<int>(plan.slices), slice = blockIdx.x % slices;
   const int first_row = static_cast<int>(blockIdx.x / slices) * Tile::kRows;
-  const int64_t of_block = params.in_blocks ? 2 : 1, blocks = (cols + 64 * of_block - 1) / (64 * of_block);
-  const int end = static_cast<int>(min((cols + 63) / 64, static_cast<int>(of_block * (blocks * (slice + 1) / slices))));
-  int step = static_cast<int>(of_block * (blocks * slice / slices));
+  const int64_t steps = (cols + 63) / 64;
+  const int end = static_cast<int>(steps * (slice + 1) / slices);
+  int step = static_cast<int>(steps * slice / slices);
   const auto bring = [&](int what, const auto& to) {
     if (what >= end || threadIdx.x != 0) return;
     wait_for(to.empty(), to.round ^ 1);
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
   uint8_t* const target = params.x8 + (static_cast<int64_t>(row) * cols + lane % 4 * 16);
   const bool has_row[2] = {quantizer.known && row < rows, quantizer.known && row + 8 < rows};
 
-  ScalesOfRows<T> scales(quantizer.scale);
+  const float scales[2] = {quantizer.scale, quantizer.scale};
   float sum[kRank / 2] = {};
   for (bool is_first = true; step < end; ++step, is_first = false) {
     const int col = step * 64 + static_cast<int>(lane) % 4 * 16;
@@ -103,18 +103,6 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
     __syncwarp();
     if (lane == 0 && !is_first) arrive(before.empty());
     const uint8_t* const here = shared_tiles + ring.stage * Tile::kStageBytes;
-    if (params.in_blocks && step % 2 == 0) {
-      auto next = ring;
-      next.advance();
-      const bool two = step + 1 < end;  // else there is nothing in the block's other 64 columns
-      if (two) wait_for(next.full(), next.round);
-      const uint8_t* const beside = two ? shared_tiles + next.stage * Tile::kStageBytes : here;
-      float* const inverse = params.scale_inv + static_cast<int64_t>(step / 2) * rows + row;
-      scales.find(params, has_row, inverse, [&](int second, int i) {
-        const uint8_t* const of_half = i < 2 ? here : beside;
-        return *reinterpret_cast<const uint4*>(of_half + (i % 2 == 0 ? source : source ^ 16) + second * (8 * 128));
-      });
-    }
     uint4 words[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -127,7 +115,7 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
       Dropper::begin(draws, of_row, columns);
     }
     const bool exist[2] = {has_row[0] && col < cols, has_row[1] && col < cols};
-    take<T, kDropout>(quantizer, dropper, words, draws, exist, target + step * 64, 8 * cols, scales.scale);
+    take<T, kDropout>(quantizer, dropper, words, draws, exist, target + step * 64, 8 * cols, scales);
     if constexpr (kDropout) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i / 2][i % 2] = dropper.survivors(words[i / 2][i % 2], draws[i]);
