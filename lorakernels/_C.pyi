@@ -29,6 +29,7 @@ class _QuantizeGradLimits:
     rank: int
     drawn_rank: int  # the highest with `dropped`
     cols_multiple: int  # of N, and of first_col
+    block_cols_multiple: int  # of N, where blocks have scales
     projections: int  # the most side by side
     projection_multiple: int  # of the columns of each projection but the last
 
@@ -101,26 +102,31 @@ def quantize_grad_workspace(
 ) -> int: ...
 
 # out: dy8, scale_inv, ds, dB, workspace. sizes: rows, cols, rank and the projections. types: of dy, s and ds; of B and
-# dB; of dy8; and dy8's largest value. mask: drawn into dropout.dropped, with that many columns
+# dB; of dy8; dy8's largest value; and whether blocks' scales are powers of two, None without such scales. mask: drawn
+# into dropout.dropped, with that many columns
 def quantize_grad(
     out: tuple[Address, Address, Address, Address, Address],
     dy: Address,
     up: Up | None,
     scale: Scale,
     sizes: tuple[int, int, int, Sequence[tuple[int, int]]],
-    types: tuple[str, str, Literal["e4m3fn", "e5m2"], float],
+    types: tuple[str, str, Literal["e4m3fn", "e5m2"], float, bool | None],
     mask: tuple[Dropout, int] | None,
     where: Where,
 ) -> None: ...
 
-# out: x8, scale_inv, s, workspace; dtypes: of x and s, and of A
+# Whether its kernel for these sizes takes power_of_two
+def quantize_lora_down_finds_blocks(rows: int, cols: int, rank: int, device: int) -> bool: ...
+
+# out: x8, scale_inv, s, workspace. types: dtypes of x and s, and of A; and whether blocks' scales are powers of two,
+# None without such scales
 def quantize_lora_down(
     out: tuple[Address, Address, Address, Address],
     x: Address,
     lora_A: Address,
     scale: Scale,
     sizes: RankSizes,
-    dtypes: tuple[str, str],
+    types: tuple[str, str, bool | None],
     dropout: Dropout | None,
     where: Where,
 ) -> None: ...

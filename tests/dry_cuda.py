@@ -42,7 +42,8 @@ from tests.recorded_calls import Recorded, data_ptr
 CAPABILITY, MULTIPROCESSORS, STREAM = (9, 0), 132, 0x5EED
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STUB = Path(lorakernels.__file__).with_name("_C.pyi")
-WORKSPACE = "quantize_lora_down_workspace"  # the one size for which the extension asks the GPU
+# for these the extension asks the GPU
+WORKSPACE, FINDS_BLOCKS = "quantize_lora_down_workspace", "quantize_lora_down_finds_blocks"
 FACTORIES = (
     *(
         "empty",
@@ -142,6 +143,7 @@ def _of_extension(recorded: Recorded) -> Iterator[tuple[str, Any]]:
             checks = _checks(getattr(_C, node.name))
             yield node.name, recorded.extension(node.name, _signature(node), checks)
     yield WORKSPACE, lambda rows, cols, rank, device: 4096 + rows * max(rank, 16)
+    yield FINDS_BLOCKS, lambda rows, cols, rank, device: cols % 16 == 0 and rank <= 16
     yield "LaunchList", recorded.launch_list()
     yield "record_kernel", recorded.record_kernel
     yield "build_info", _constant(_C.build_info() | {"cuda": True, "cuda_archs": "90a"})

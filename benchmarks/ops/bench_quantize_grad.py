@@ -79,7 +79,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
 
 
 def check(i: Inputs, results: Results) -> str:
-    return fault("quantize_grad", (i.dy, i.up, i.scaling, FP8, None), results)
+    return fault("quantize_grad", (i.dy, i.up, i.scaling, FP8, None, None), results)
 
 
 OPTIONS = (

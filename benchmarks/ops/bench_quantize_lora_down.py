@@ -68,7 +68,7 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pyto
 
 
 def check(i: Inputs, results: Results) -> str:
-    return fault("quantize_lora_down", (i.x, i.lora_A, i.scaling, i.dropout), results)
+    return fault("quantize_lora_down", (i.x, i.lora_A, i.scaling, i.dropout, None), results)
 
 
 OPTIONS = (

@@ -14,7 +14,6 @@ from lorakernels import ops
 from lorakernels.autograd.linear_node import Needs, gradients
 from lorakernels.autograd.linear_plan import Kind, Known, known_of
 from lorakernels.autograd.linear_values import Adapter, Call
-from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.register import Op
 from lorakernels.plans.function import FunctionPlan
 from lorakernels.plans.node import Operands, Plans
@@ -68,11 +67,10 @@ def run_forward(
     """
     lora_A, lora_B, _ = adapter
     spec, scaling = call.spec, call.scaling_x
-    x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout)
+    power = None if spec.blocks is None or given is not None else spec.blocks.power_2_scale
+    x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout, power)
     up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
     if spec.blocks is not None:
-        if given is None:
-            x8, scale_inv = run(ops.quantize_blocks, x, E4M3, spec.blocks.power_2_scale)
         operand = given or Scaled(x8, scale_inv)
         y = run(ops.fp8_block_linear, operand, weight, bias, up, x.dtype)
         return y, x8, scale_inv, s

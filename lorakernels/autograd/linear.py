@@ -44,7 +44,7 @@ from lorakernels.autograd.linear_projections import (
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
-from lorakernels.ops.quantize_grad import hands_mask_over
+from lorakernels.ops.quantize_grad_and_mask import hands_mask_over
 from lorakernels.values import Dropout, Scaled, Up, Weight
 
 Run = Callable[..., Any]
@@ -66,17 +66,15 @@ def lora_down(x: Tensor, to: Projections) -> Tensor | None:
 
 
 def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask.
-
-    Over blocks x is read once more, for a scale of each 1 × 128.
-    """
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
     one = len(to.masks) <= 1
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
     if to.quantized or (to.adapted and one):
         lora_A = to.lora_A if one else None
-        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask)
-        operand = Scaled(x8, scale_inv) if to.quantized else operand
+        power = None if to.blocks is None else to.blocks.power_2_scale
+        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask, power)
+        operand = Scaled(x8, scale_inv) if to.quantized or power is not None else operand
     operand = quantize_in_blocks(operand, to.blocks)
     return operand, s if one and to.adapted else lora_down(x, to)
 
@@ -154,11 +152,12 @@ def gradients(
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
     state = to.state_dy if dy8 is None else None
+    in_blocks = to.blocks is not None and dy8 is None and needs.x
     if state is not None or block is not None:
         found8, scale_inv, ds, dB, dropped = _quantize(
-            to, dy, block, s if needs.B else None, state, needs, run
+            to, dy, block, s if needs.B else None, (state, in_blocks), needs, run
         )
-        dy8 = dy8 if state is None else Scaled(found8, scale_inv)
+        dy8 = Scaled(found8, scale_inv) if state is not None or in_blocks else dy8
     dy8 = dy8 or Scaled(dy)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
@@ -174,14 +173,19 @@ def _quantize(
     dy: Tensor,
     block: Tensor | None,
     s: Tensor | None,
-    state: Tensor | None,
+    by: tuple[Tensor | None, bool],
     needs: Needs,
     run: Run,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them)."""
-    spec, side = to.spec, to.beside
+    """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them).
+
+    `by`: the state that has dy's scale, and whether each block has one. Without both, dy8 and its scale_inv are empty.
+    """
+    spec, side, (state, in_blocks) = to.spec, to.beside, by
     up = None if block is None else Up(block, s, spec.scaling)
-    scaling = spec.of_state(state)
+    scaling, fp8_dtype, power = spec.of_state(state), spec.backward_dtype, None
+    if in_blocks and to.blocks is not None:
+        fp8_dtype, power = to.blocks.backward_dtype, to.blocks.power_2_scale
     if up is not None and needs.A and needs.x and len(to.masks) == 1:
         mask = to.masks[0]
         if hands_mask_over(dy, up, mask, to.grad_weight, side):
@@ -191,13 +195,14 @@ def _quantize(
                 dy,
                 up,
                 scaling,
-                spec.backward_dtype,
+                fp8_dtype,
                 mask,
                 to.weight.shape[1],
                 side,
+                power,
             )
             return found
-    return *run(ops.quantize_grad, dy, up, scaling, spec.backward_dtype, side), None
+    return *run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power), None
 
 
 def grad_A(

@@ -55,10 +55,31 @@ def norm_backward_config(block: int) -> RowConfig:
 SWIGLU = TileConfig(block=1024, num_warps=4, resident=12)
 SWIGLU_OF_BYTES = TileConfig(block=2048, num_warps=4, resident=12)
 SWIGLU_PACK = TileConfig(block=1024, num_warps=1, resident=24)
+SWIGLU_IN_BLOCKS = TileConfig(block=512, num_warps=1, resident=32)
 SWIGLU_GRAD = TileConfig(block=2048, num_warps=4, resident=8)
 SWIGLU_GRAD_KEPT = TileConfig(block=1024, num_warps=4, resident=8)
+SWIGLU_GRAD_IN_BLOCKS = TileConfig(block=512, num_warps=1, resident=32)
 ROPE_HEADS = 16
 ROPE_BACKWARD_HEADS, ROPE_BACKWARD_WARPS = 8, 4
+
+
+def swiglu_config(of_bytes: bool, in_blocks: bool) -> TileConfig:
+    """The configuration of swiglu_quantize; `of_bytes`: gate and up are read in e4m3."""
+    if in_blocks:
+        return SWIGLU_IN_BLOCKS
+    return SWIGLU_OF_BYTES if of_bytes else SWIGLU
+
+
+def swiglu_grad_config(keep: bool, in_blocks: bool) -> TileConfig:
+    """The configuration of swiglu_quantize_grad; `keep`: the gradient is written unquantized as well."""
+    if in_blocks:
+        return SWIGLU_GRAD_IN_BLOCKS
+    return SWIGLU_GRAD_KEPT if keep else SWIGLU_GRAD
+
+
+def parts_of_blocks(config: TileConfig, vector: int) -> int:
+    """How many times `vector` columns of one block of 128 each thread of a tile takes."""
+    return max(1, min(128 // vector, config.block // (32 * config.num_warps * vector)))
 
 
 def rope_config(block: int, most: int) -> HeadConfig:

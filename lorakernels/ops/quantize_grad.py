@@ -5,8 +5,8 @@ dy [M, N], B [N, R], s [M, R], dy8 [M, N] FP8 bytes, ds [M, R], dB [N, R]. csrc/
 writes dy8: 3MN bytes. It keeps the sums in registers and shared memory, and adds them up in an order that depends on
 the shape alone. PyTorch's kernels read dy once for its amax, once to quantize it and once for each product.
 
-`quantize_grad_and_mask` also draws the dropout mask of the layer's input [M, K], a bit an element. csrc's kernel draws
-while it waits for memory. Then lora_grad_a and fp8_grad_input read MK / 8 bytes each instead of drawing the mask again.
+A scale for each 1 × 128 of dy costs no other pass on Hopper: each block's amax is found where its bytes are made.
+Elsewhere, and where N % 16 is 8, `quantize_blocks` reads dy once more.
 
 Both products have dy's dtype, fp32 accumulation and one rounding. PyTorch's kernels round dB to dy's dtype first. They
 sum an fp16 dB in fp32, because loss scaling may take it past 65504, where fp16 ends.
@@ -26,11 +26,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
+from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels.arguments import format_of, name, scale_of, where
 from lorakernels.kernels.triton import segments as segment_kernels
-from lorakernels.numerics.dropout import drawn_mask, dropped_bits, dropped_words, drops
-from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
+from lorakernels.numerics.blocks import quantize_by
+from lorakernels.numerics.fp8 import FP8_MAX, scale_that_tells
 from lorakernels.numerics.products import adapter_places
 from lorakernels.numerics.segments import (
     adapters_of,
@@ -45,21 +45,17 @@ from lorakernels.ops.hardware import (
     Place,
     why_not_batched,
     why_not_wgmma,
-    why_not_wgmma_gemm,
 )
-from lorakernels.ops.lora_grad_a import MAX_RANK as MAX_GRAD_A_RANK
-from lorakernels.ops.lora_grad_a import why_not_sizes as why_not_lora_grad_a
+from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
-from lorakernels.values import Dropout, Scaling, SideBySide, Sizes, Up, Weight
+from lorakernels.values import Dropout, Scaling, SideBySide, Up
 
 MULTIPLE = 8  # of N, for csrc
+BLOCK_MULTIPLE = 16  # of N, for csrc to find the scales of blocks
 MAX_RANK = 128  # for csrc
-MAX_DRAWN_RANK = 64  # above, another kernel of csrc draws the mask
 MAX_PROJECTIONS = 4  # side by side, for csrc
 PROJECTION_MULTIPLE = 128  # of the columns of each projection but the last, for csrc
-COLUMN_MULTIPLE = 8  # of col0, for csrc to draw the mask
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
-ResultsAndMask = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def reference(
@@ -68,18 +64,21 @@ def reference(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """(dy8 [M, N], scale_inv fp32 [1], ds [M, R], dB [N, R]).
 
     dy8 and scale_inv are empty without a scaling, ds and dB without `up`, dB without its s. The scale_inv of an fp16 dy
-    that holds inf or NaN is NaN (`scale_that_tells`).
+    that holds inf or NaN is NaN (`scale_that_tells`). `power_of_two`, given without a scaling, has scale_inv
+    [⌈N/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
 
     Raises:
-        ValueError: `side` does not fit dy and `up`.
+        ValueError: `side` does not fit dy and `up`; a scaling is given beside `power_of_two`.
     """
-    check(dy, up, scaling, fp8_dtype, side)
-    dy8, scale_inv = quantize(dy, scaling, fp8_dtype)
-    scale_inv = scale_that_tells(dy, scale_inv)
+    check(dy, up, scaling, fp8_dtype, side, power_of_two)
+    dy8, scale_inv = quantize_by(dy, scaling, fp8_dtype, power_of_two)
+    if power_of_two is None:  # else each block tells by itself
+        scale_inv = scale_that_tells(dy, scale_inv)
     if up is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(side)
@@ -96,53 +95,22 @@ def reference(
     return dy8, scale_inv, ds, dB
 
 
-def reference_and_mask(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> ResultsAndMask:
-    """`reference`, and the mask's `dropped_bits`: int32 [M, dropped_words(cols)].
-
-    Raises:
-        ValueError: `side` does not fit dy and `up`, or the slot does not.
-    """
-    check_and_mask(dy, up, scaling, fp8_dtype, dropout, cols, side)
-    found = reference(dy, up, scaling, fp8_dtype, side)
-    return *found, dropped_bits(drawn_mask(dropout, len(dy), cols))
-
-
 def fake(
     dy: Tensor,
     up: Up | None,
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
-    dy8, scale_inv = fake_quantized(dy, scaling)
+    dy8, scale_inv = fake_quantized(dy, scaling, power_of_two)
     if up is None:
         return dy8, scale_inv, empty(dy, 0), empty(dy, 0)
     dB = empty(dy, 0) if up.s is None else torch.empty_like(up.lora_B)
-    return dy8, scale_inv, empty(dy, dy.shape[0], _columns(up, side)), dB
+    return dy8, scale_inv, empty(dy, dy.shape[0], columns(up, side)), dB
 
 
-def fake_and_mask(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> ResultsAndMask:
-    dropped = empty(dy, dy.shape[0], dropped_words(cols), dtype=torch.int32)
-    return *fake(dy, up, scaling, fp8_dtype, side), dropped
-
-
-def _columns(up: Up, side: SideBySide | None) -> int:
+def columns(up: Up, side: SideBySide | None) -> int:
     """How many columns s and ds have."""
     return up.lora_B.shape[-1] if side is None else sum(side.ranks)
 
@@ -153,8 +121,10 @@ def check(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
 ) -> None:
-    """ValueError if projections side by side, or the adapters of a batch, do not fit dy and `up`."""
+    """ValueError if projections side by side, the adapters of a batch, or two recipes do not fit."""
+    checks.one_recipe(scaling, power_of_two)
     if up is not None:
         check_segments("lora_B", up.lora_B, dy.shape[0])
     if side is None:
@@ -175,20 +145,6 @@ def check(
             raise ValueError(
                 f"{label} must be {shape} with rows {rows}, ranks {ranks}, found {list(tensor.shape)}"
             )
-
-
-def check_and_mask(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> None:
-    """ValueError if projections side by side or the slot do not fit."""
-    check(dy, up, scaling, fp8_dtype, side)
-    checks.mask(dropout, dy.shape[0], dy.device)
 
 
 def why_not_csrc_kernel(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
@@ -233,50 +189,10 @@ def _why_not_adapter(dy: Tensor, up: Up) -> str | None:
     return None
 
 
-def _drawn_by_csrc(dropout: Dropout) -> bool:
-    """Whether csrc's kernels draw this mask as bits."""
-    return drops(dropout) and dropout.col0 % COLUMN_MULTIPLE == 0
-
-
-def why_not_drawn_beside(
-    dy: Tensor, up: Up, dropout: Dropout, side: SideBySide | None = None
-) -> str | None:
-    """None if csrc's kernel takes these tensors and draws the mask, too; otherwise the reason why not."""
-    if why_not := why_not_csrc_kernel(dy, up, side):
-        return why_not
-    if up.lora_B.shape[1] > MAX_DRAWN_RANK:
-        return f"rank {up.lora_B.shape[1]} is above {MAX_DRAWN_RANK}"
-    if not _drawn_by_csrc(dropout):
-        return f"csrc draws no mask of p = {dropout.p} at col0 = {dropout.col0}"
-    return None
-
-
 def side_by_side(side: SideBySide) -> bool:
     """Whether csrc's kernel takes such projections side by side; otherwise their B is stacked diagonally."""
     few = len(side.rows) <= MAX_PROJECTIONS
     return few and _aligned(side) and len({*side.ranks} - {0}) == 1
-
-
-def hands_mask_over(
-    dy: Tensor, up: Up, dropout: Dropout | None, weight: Weight, side: SideBySide | None = None
-) -> bool:
-    """Whether `quantize_grad_and_mask` draws the mask that `lora_grad_a` and `fp8_grad_input` then read.
-
-    It does over an FP8 base where all three are kernels of csrc that can. The bits live as long as one backward. In a
-    trace, where tensors have no addresses, dtypes and ranks decide. On a GPU without these kernels, such a trace draws
-    the mask once more, and dA and dx are the same.
-    """
-    if weight.scale_inv is None or dropout is None or not dy.is_cuda or dy.dtype == torch.float32:
-        return False
-    if adapters_of(up.lora_B):
-        return False
-    if not _drawn_by_csrc(dropout) or _columns(up, side) > MAX_GRAD_A_RANK:
-        return False
-    if torch.compiler.is_compiling():
-        return True
-    capability, (n, k) = capability_of(dy.device), weight.data.shape
-    readers = why_not_lora_grad_a(capability, k, True) or why_not_wgmma_gemm(capability, n, k)
-    return not (readers or why_not_csrc_kernel(dy, up, side))
 
 
 def by_csrc(
@@ -285,18 +201,21 @@ def by_csrc(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
     mask: Dropout | None = None,
     cols: int = 0,
 ) -> Results:
     """One read of dy, by csrc's kernel. It draws a `mask` of `cols` columns into `mask.dropped`."""
     rows, n = dy.shape
-    ext, quantizes = extension(), scaling is not None
+    if power_of_two is not None and n % BLOCK_MULTIPLE:
+        _, _, *factors = by_csrc(dy, up, None, fp8_dtype, side, None, mask, cols)
+        return *quantize_blocks.run(dy, fp8_dtype, power_of_two), *factors
+    ext, in_blocks = extension(), power_of_two is not None
     lora_B, s, _ = (None, None, 1.0) if up is None else up
     rank = 0 if lora_B is None else lora_B.shape[1]
     projections = [] if up is None or side is None else [*zip(*side, strict=True)]
-    dy8 = dy.new_empty((rows, n) if quantizes else 0, dtype=torch.uint8)
-    scale_inv = dy.new_empty(1 if quantizes else 0, dtype=torch.float32)
-    ds_shape = 0 if up is None else (rows, _columns(up, side))
+    dy8, scale_inv = fake_quantized(dy, scaling, power_of_two)
+    ds_shape = 0 if up is None else (rows, columns(up, side))
     ds = dy.new_empty(ds_shape)
     dB = dy.new_empty(0) if lora_B is None or s is None else torch.empty_like(lora_B)
     floats = ext.quantize_grad_workspace(
@@ -314,50 +233,12 @@ def by_csrc(
             name(dy.dtype if lora_B is None else lora_B.dtype),
             format_of(fp8_dtype),
             FP8_MAX[fp8_dtype],
+            power_of_two,
         ),
         None if mask is None else (mask, cols),
         where(dy),
     )
-    return dy8, scale_that_tells(dy, scale_inv), ds, dB
-
-
-def drawn_beside_by_csrc(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> ResultsAndMask:
-    """One kernel of csrc, which draws the mask, too."""
-    dropped = dy.new_empty((len(dy), dropped_words(cols)), dtype=torch.int32)
-    mask = dropout._replace(dropped=dropped)
-    return *by_csrc(dy, up, scaling, fp8_dtype, side, mask, cols), dropped
-
-
-def drawn_apart_by_csrc(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> ResultsAndMask:
-    """csrc's kernel, and another one for the mask."""
-    return *by_csrc(dy, up, scaling, fp8_dtype, side), drawn_bits(dropout, len(dy), cols)
-
-
-def drawn_bits(dropout: Dropout, rows: int, cols: int) -> Tensor:
-    """int32 [rows, dropped_words(cols)]: the mask's bits, drawn by a kernel that does nothing else."""
-    slot = dropout.slot
-    by_csrc = slot.is_cuda and _drawn_by_csrc(dropout)
-    if not by_csrc or why_not_csrc(capability_of(slot.device)):
-        return dropped_bits(drawn_mask(dropout, rows, cols))
-    dropped = slot.new_empty((rows, dropped_words(cols)), dtype=torch.int32)
-    extension().dropped_bits(dropped, Sizes(rows, cols), dropout, where(slot))
-    return dropped
+    return dy8, scale_inv if in_blocks else scale_that_tells(dy, scale_inv), ds, dB
 
 
 def why_not_segments(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
@@ -379,10 +260,13 @@ def by_segments(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """csrc's kernel for dy8, and Triton's of ds and of dB for all adapters."""
     assert up is not None
-    return *by_csrc(dy, None, scaling, fp8_dtype)[:2], *segment_kernels.gradients(dy, up)
+    return *by_csrc(dy, None, scaling, fp8_dtype, None, power_of_two)[
+        :2
+    ], *segment_kernels.gradients(dy, up)
 
 
 def by_torch(
@@ -391,10 +275,15 @@ def by_torch(
     scaling: Scaling | None,
     fp8_dtype: torch.dtype,
     side: SideBySide | None = None,
+    power_of_two: bool | None = None,
 ) -> Results:
-    """One PyTorch kernel after the other, for any dtype, shape and stride."""
-    dy8, scale_inv = quantize(dy, scaling, fp8_dtype)
-    scale_inv = scale_that_tells(dy, scale_inv)
+    """One PyTorch kernel after the other, for any dtype, shape and stride; of blocks, one of Triton that takes dy."""
+    if power_of_two is not None and dy.is_cuda:
+        dy8, scale_inv = quantize_blocks.run(dy, fp8_dtype, power_of_two)
+    else:
+        dy8, scale_inv = quantize_by(dy, scaling, fp8_dtype, power_of_two)
+    if power_of_two is None:
+        scale_inv = scale_that_tells(dy, scale_inv)
     if up is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0)
     places = adapter_places(side)
@@ -419,19 +308,6 @@ def _grad_b_by_torch(dy: Tensor, up: Up, side: SideBySide | None) -> Tensor:
     return dB
 
 
-def drawn_apart_by_torch(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-) -> ResultsAndMask:
-    """PyTorch's kernels, and a kernel of csrc or PyTorch's for the mask."""
-    return *by_torch(dy, up, scaling, fp8_dtype, side), drawn_bits(dropout, len(dy), cols)
-
-
 def chosen(place: Place) -> tuple[str, str]:
     if why_not := why_not_wgmma(place.capability):
         return "torch", why_not
@@ -451,45 +327,22 @@ quantize_grad = define(
             Implementation(
                 "csrc",
                 by_csrc,
-                lambda dy, up, scaling, fp8_dtype, side=None: why_not_csrc_kernel(dy, up, side),
+                lambda dy, up, scaling, fp8_dtype, side=None, power_of_two=None: (
+                    why_not_csrc_kernel(dy, up, side)
+                ),
             ),
             Implementation(
                 "csrc, triton",
                 by_segments,
-                lambda dy, up, scaling, fp8_dtype, side=None: why_not_segments(dy, up, side),
+                lambda dy, up, scaling, fp8_dtype, side=None, power_of_two=None: why_not_segments(
+                    dy, up, side
+                ),
             ),
             Implementation("torch", by_torch),
         ),
         chosen,
     ),
     "(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed, float scaling,"
-    " ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-quantize_grad_and_mask = define(
-    Op(
-        "quantize_grad_and_mask",
-        reference_and_mask,
-        fake_and_mask,
-        check_and_mask,
-        (
-            Implementation(
-                "csrc",
-                drawn_beside_by_csrc,
-                lambda dy, up, scaling, fp8_dtype, dropout, cols, side=None: why_not_drawn_beside(
-                    dy, up, dropout, side
-                ),
-            ),
-            Implementation(
-                "csrc, mask apart",
-                drawn_apart_by_csrc,
-                lambda dy, up, scaling, fp8_dtype, dropout, cols, side=None: why_not_csrc_kernel(
-                    dy, up, side
-                ),
-            ),
-            Implementation("torch", drawn_apart_by_torch),
-        ),
-    ),
-    "(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed, float scaling,"
-    " ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0, SymInt col0=0,"
-    " SymInt[]? rows=None, SymInt[]? ranks=None, SymInt[] chunks=[]) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None, bool? power_of_two=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )

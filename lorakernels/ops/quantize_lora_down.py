@@ -7,6 +7,9 @@ on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums
 GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax, once to quantize
 it and once or twice for s.
 
+A scale for each 1 × 128 costs no other pass where a warp has whole blocks: on Hopper and sm_100 for ranks up to 16.
+Elsewhere `quantize_blocks` reads x once more.
+
 A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """
 
@@ -18,11 +21,13 @@ from torch import Tensor
 from lorakernels.device import capability_of, extension, why_not_csrc
 from lorakernels.kernels.arguments import name, scale_of, where
 from lorakernels.kernels.triton import segments as segment_kernels
+from lorakernels.numerics.blocks import quantize_by
 from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.numerics.segments import adapters_of, check_segments, rows_times
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import SEVERAL, Place, why_not_batched
+from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Dropout, RankSizes, Scaling
 
@@ -34,15 +39,21 @@ Results = tuple[Tensor, Tensor, Tensor]
 
 
 def reference(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
 
+    `power_of_two`, given without a scaling, has scale_inv [⌈K/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
+
     Raises:
-        ValueError: the slot does not fit.
+        ValueError: the slot does not fit, or a scaling is given beside `power_of_two`.
     """
-    check(x, lora_A, scaling, dropout)
-    x8, scale_inv = quantize(x, scaling, E4M3)
+    check(x, lora_A, scaling, dropout, power_of_two)
+    x8, scale_inv = quantize_by(x, scaling, E4M3, power_of_two)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
     xd, factor = masked(x.float(), dropout)
@@ -51,16 +62,25 @@ def reference(
 
 
 def fake(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> Results:
-    x8, scale_inv = fake_quantized(x, scaling)
+    x8, scale_inv = fake_quantized(x, scaling, power_of_two)
     return x8, scale_inv, empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
 
 
 def check(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> None:
-    """ValueError if the slot or lora_A does not fit."""
+    """ValueError if the slot, lora_A or two recipes do not fit."""
+    checks.one_recipe(scaling, power_of_two)
     checks.mask(dropout, x.shape[0], x.device)
     if lora_A is not None and (lora_A.dim() not in (2, 3) or lora_A.shape[-1:] != x.shape[1:]):
         raise ValueError(
@@ -70,7 +90,11 @@ def check(
 
 
 def why_not_csrc_kernel(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> str | None:
     """None if csrc's kernel takes these tensors; otherwise the reason why not."""
     if why_not := _why_not_sizes(capability_of(x.device), x.shape[1]):
@@ -106,24 +130,32 @@ def _why_not_sizes(capability: tuple[int, int], k: int) -> str | None:
 
 
 def by_csrc(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """One read of x, by csrc's kernel."""
     rows, cols = x.shape
     rank = 0 if lora_A is None else lora_A.shape[0]
-    quantizes, ext = scaling is not None, extension()
-    x8 = x.new_empty((rows, cols) if quantizes else 0, dtype=torch.uint8)
-    scale_inv = x.new_empty(1 if quantizes else 0, dtype=torch.float32)
+    ext, device = extension(), x.get_device()
+    in_blocks = power_of_two is not None
+    if in_blocks and not _finds_blocks(rows, cols, rank, device):
+        _, _, s = by_csrc(x, lora_A, None, dropout)
+        return *quantize_blocks.run(x, E4M3, power_of_two), s
+    quantizes = scaling is not None or in_blocks
+    x8, scale_inv = fake_quantized(x, scaling, power_of_two)
     s = x.new_empty(0 if lora_A is None else (rows, rank))
     if x.numel() == 0:  # no kernel runs; the scale that the others use
-        if quantizes:
+        if scaling is not None:
             scale_inv = quantize(x, scaling, E4M3)[1]
         return x8, scale_inv, s.zero_()
     if not quantizes and lora_A is None:
         return x8, scale_inv, s
     if lora_A is not None and lora_A.dtype not in (x.dtype, torch.float32):
         lora_A = lora_A.to(x.dtype)
-    floats = ext.quantize_lora_down_workspace(rows, cols, rank, x.get_device())
+    floats = ext.quantize_lora_down_workspace(rows, cols, rank, device)
     workspace = x.new_empty(floats, dtype=torch.float32)
     ext.quantize_lora_down(
         (x8, scale_inv, s, workspace),
@@ -131,15 +163,24 @@ def by_csrc(
         lora_A,
         scale_of(scaling),
         RankSizes(rows, cols, rank),
-        (name(x.dtype), name(x.dtype if lora_A is None else lora_A.dtype)),
+        (name(x.dtype), name(x.dtype if lora_A is None else lora_A.dtype), power_of_two),
         dropout,
         where(x),
     )
     return x8, scale_inv, s
 
 
+def _finds_blocks(rows: int, cols: int, rank: int, device: int) -> bool:
+    """Whether csrc's kernel for these sizes finds blocks' scales; else one of Triton reads x for them once more."""
+    return rows * cols > 0 and extension().quantize_lora_down_finds_blocks(rows, cols, rank, device)
+
+
 def why_not_segments(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> str | None:
     """None if Triton's kernels take the adapters of a batch; otherwise the reason why not."""
     if lora_A is None or not adapters_of(lora_A):
@@ -150,19 +191,30 @@ def why_not_segments(
 
 
 def by_segments(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> Results:
     """csrc's kernel for x8, and one of Triton for all adapters."""
     assert lora_A is not None
-    x8, scale_inv, _ = by_csrc(x, None, scaling, None)
+    x8, scale_inv, _ = by_csrc(x, None, scaling, None, power_of_two)
     return x8, scale_inv, segment_kernels.down(x, lora_A, by_column=False)
 
 
 def by_torch(
-    x: Tensor, lora_A: Tensor | None, scaling: Scaling | None, dropout: Dropout | None
+    x: Tensor,
+    lora_A: Tensor | None,
+    scaling: Scaling | None,
+    dropout: Dropout | None,
+    power_of_two: bool | None = None,
 ) -> Results:
-    """One PyTorch kernel after the other, for any dtype and shape."""
-    x8, scale_inv = quantize(x, scaling, E4M3)
+    """One PyTorch kernel after the other, for any dtype and shape; of blocks, one of Triton that takes x."""
+    if power_of_two is not None and x.is_cuda:
+        x8, scale_inv = quantize_blocks.run(x, E4M3, power_of_two)
+    else:
+        x8, scale_inv = quantize_by(x, scaling, E4M3, power_of_two)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
     xd, factor = masked(x, dropout)
@@ -191,5 +243,5 @@ quantize_lora_down = define(
         chosen,
     ),
     "(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot, float p, SymInt site,"
-    " SymInt row0=0, SymInt col0=0, SymInt[] chunks=[]) -> (Tensor, Tensor, Tensor)",
+    " SymInt row0=0, SymInt col0=0, SymInt[] chunks=[], bool? power_of_two=None) -> (Tensor, Tensor, Tensor)",
 )

@@ -34,7 +34,7 @@ from lorakernels.autograd.linear_values import LoRASpec
 from lorakernels.device import capability_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
-from lorakernels.ops.quantize_grad import drawn_bits, hands_mask_over
+from lorakernels.ops.quantize_grad_and_mask import drawn_bits, hands_mask_over
 from lorakernels.parallel import comm
 from lorakernels.parallel.row_exchange import GATHERED, SUMMED
 from lorakernels.parallel.row_protocol import Beside, Branch

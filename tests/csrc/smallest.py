@@ -157,7 +157,7 @@ def groups() -> Iterator[Call]:
 def strips() -> Iterator[Call]:
     """Strips of one tile, and of four, of which the last hangs over; those need a panel for each multiprocessor.
 
-    Rows of dy8 begin at multiples of 8 bytes, and of 16.
+    Rows of dy8 begin at multiples of 8 bytes, and of 16, which blocks with scales need.
     """
     sizes = (205, 392), (128 * multiprocessors_of(0) - 5, 392), (128 * multiprocessors_of(0), 400)
     for rank, (rows, cols) in itertools.product((*RANKS, 32), sizes):
@@ -166,6 +166,9 @@ def strips() -> Iterator[Call]:
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
             yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
+        if cols == 400:
+            blocks = partial(grad_of, cols, rank, power=rank > 16)
+            yield Call(f"{rows} × {cols}, r{rank}, blocks", ops.quantize_grad, blocks, rows)
 
 
 def downs() -> Iterator[Call]:
@@ -178,6 +181,9 @@ def downs() -> Iterator[Call]:
         if rank or not p:
             make = partial(down_of, cols, rank, p, "kept", BF16)
             yield Call(f"{cols} columns, r{rank}, p {p}", op, make, 205)
+        if cols % 16 == 0 and rank <= 16 and (rank or not p):
+            blocks = partial(down_of, cols, rank, p, "none", BF16, power=p > 0)
+            yield Call(f"{cols} columns, r{rank}, p {p}, blocks", op, blocks, 205)
     for p in (0.0, 0.3):
         yield Call(f"panels r32, p {p}", op, partial(down_of, 1104, 32, p, "kept", FP16), 7700)
     for rank, cols in ((16, 9 * 1024 + 16), (32, 9 * 512 + 16), (64, 9 * 256 + 16)):

@@ -49,7 +49,14 @@ def test_a_tensor_an_integer_and_none_are_addresses() -> None:
     out, sizes = (symbolic(0), Pointer(symbolic(1, 64)), None, 0), RankSizes(8, 64, 0)
     with recording() as launches:
         _C.quantize_lora_down(
-            out, symbolic(2), None, Scale(0, 0), sizes, ("bfloat16",) * 2, None, Where(0, -1)
+            out,
+            symbolic(2),
+            None,
+            Scale(0, 0),
+            sizes,
+            ("bfloat16", "bfloat16", None),
+            None,
+            Where(0, -1),
         )
     launches.place([(0, 0), (1, 0), (2, 0)], [True] * 3)
     ((_, addresses),) = launches.calls((1 << 20, 1 << 21, 1 << 22), ())

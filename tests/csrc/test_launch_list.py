@@ -80,11 +80,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         RANK
         | DROPOUT
         | {"scaling": 2.0, "b_dtype": "bfloat16", "format": "e5m2", "fp8_max": 57344.0}
+        | {"power_of_two": None}
         | {"dropped_cols": 128, "projections": ((128, 8), (128, 0))},
     ),
     "quantize_lora_down": (
         "quantize_lora_down",
-        RANK | DRAWN | {"a_dtype": "bfloat16", "partials": None},
+        RANK | DRAWN | {"a_dtype": "bfloat16", "partials": None, "power_of_two": None},
     ),
     "transpose_fp8": ("transpose_fp8", SHAPE),
 }

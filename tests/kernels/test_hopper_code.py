@@ -116,6 +116,7 @@ def activation(
         "MEASURE": False,
     }
     constants |= {"PACK": pack, "KEEP": True, "DTYPE": tl.bfloat16, "BLOCK": config.block}
+    constants["PARTS"] = tune.parts_of_blocks(config, 16 if as_bytes else 8) if in_blocks else 1
     types = typed(
         p_bf16="out dact", p_u8="out8 packed", p_i32="partials",
         p_fp32="scale_inv state gate_up_scale_inv multiplier packed_scale_inv", i32="M F amax_at kept_at measured",
@@ -212,13 +213,16 @@ def test_a_norm_in_blocks(k: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("as_bytes", [False, True], ids=["plain", "e4m3"])
-@pytest.mark.parametrize("config", [tune.SWIGLU_GRAD, tune.SWIGLU_GRAD_KEPT], ids=["d8", "kept"])
-def test_swiglu_in_blocks(as_bytes: bool, config: tune.TileConfig, tmp_path: Path) -> None:
-    for grad in (False, True):
-        found = compiled(activation(grad, as_bytes, config, in_blocks=True), tmp_path)
-        fp8 = TO_E5M2 if grad else TO_E4M3
-        assert found[fp8] * 2 * 32 * config.num_warps == (1 + grad) * config.block
-        assert not count(found, "REDG")
+@pytest.mark.parametrize("grad", [False, True], ids=["act", "gradient"])
+def test_swiglu_in_blocks(as_bytes: bool, grad: bool, tmp_path: Path) -> None:
+    """A warp finds its blocks' amaxes by itself, and a thread one scale and its inverse of each of its tensors."""
+    config = tune.swiglu_grad_config(True, True) if grad else tune.swiglu_config(as_bytes, True)
+    found = compiled(activation(grad, as_bytes, config, in_blocks=True), tmp_path)
+    assert (
+        found[TO_E5M2 if grad else TO_E4M3] * 2 * 32 * config.num_warps == (1 + grad) * config.block
+    )
+    assert not count(found, "REDG", "BAR", "STS", "LDS"), "exchanged over shared memory"
+    assert count(found, "FCHK") == 2 * (1 + grad), "quotients"
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])

@@ -32,7 +32,7 @@ def run(*arguments: object) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("rows", [3000, 132 * 128])
 def test_side_by_side_equals_one_after_the_other(rows: int) -> None:
     """dy8 and amax as bits; ds too where strips are as wide alone, which needs many rows."""
-    dy, up, scaling, fp8, side = made((2048, -512, 512), 16, Made("cuda", rows))
+    dy, up, scaling, fp8, side, _ = made((2048, -512, 512), 16, Made("cuda", rows))
     alone = scaling._replace(state=scaling.state.clone())
     whole8, whole_inv, ds, dB = run(dy, up, scaling, fp8, side)
     for cols, window in windows(side):

@@ -12,13 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lorakernels import ops
 from lorakernels.ops import hardware
-from lorakernels.ops.quantize_grad import hands_mask_over
+from lorakernels.ops.quantize_grad_and_mask import hands_mask_over
 from lorakernels.values import Dropout, SideBySide, Up, Weight
 from tests.dry_cuda import dry_cuda
 from tests.kernels.bindings import call, names_of
 from tests.ops.cases import CONTRACTS
 
-MODULE = sys.modules["lorakernels.ops.quantize_grad"]  # the package has the op under this name
+MODULE = sys.modules[
+    "lorakernels.ops.quantize_grad_and_mask"
+]  # the package has the op under this name
 GRAD_A = sys.modules["lorakernels.ops.lora_grad_a"]
 BF16 = torch.bfloat16
 SITE = 3
@@ -99,6 +101,7 @@ def test_the_binding_refuses(change: dict[str, int], message: str) -> None:
     arguments = dict.fromkeys(names_of("quantize_grad"), 16)
     arguments |= {"rows": 4, "cols": 8, "rank": 16, "scaling": 1.0, "projections": ()}
     arguments |= {"dtype": "bfloat16", "b_dtype": "bfloat16", "format": "e5m2", "fp8_max": 57344.0}
+    arguments["power_of_two"] = None
     arguments |= {"dropped": 16, "dropped_cols": 8, "slot": 16, "site": 0, "p": 0.1}
     arguments |= {"row0": 0, "col0": 0, "chunks": (), "stream": 0, "device": 0} | change
     with pytest.raises(ValueError, match=message):

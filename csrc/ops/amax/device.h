@@ -26,4 +26,37 @@ __device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
   return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);
 }
 
+// n / x, rounded once, for an x from 2^-60 to 2^100 and a quotient as moderate. The steps are those that nvcc compiles
+// for a quotient. It adds a call for other numbers, which costs registers wherever there is one.
+__device__ __forceinline__ float moderate_quotient(float n, float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  inverse = __fmaf_rn(__fmaf_rn(-x, inverse, 1.0f), inverse, inverse);
+  float quotient = __fmul_rn(n, inverse);
+  quotient = __fmaf_rn(__fmaf_rn(-x, quotient, n), inverse, quotient);
+  return __fmaf_rn(__fmaf_rn(-x, quotient, n), inverse, quotient);
+}
+
+struct BlockScale {
+  float scale, inverse;
+};
+
+// Those of a block with this amax, a bf16 or fp16 number, as numerics/blocks.py's quantize_rows: the inverse is NaN
+// where the amax is inf or NaN. power_of_two: the largest power that is not above the scale, 2^126 at most. Every amax
+// and format was compared with correctly rounded quotients; tests/ops/cases/quantize_grad.py has all amaxes, too.
+__device__ __forceinline__ BlockScale scale_of_block(float amax, float fp8_max, bool power_of_two) {
+  const bool finite = amax <= FLT_MAX;
+  const float nearer = amax < 0x1p-20f ? 0x1p110f : amax > 0x1p60f ? 0x1p-40f : 1.0f;
+  float scale = fminf(__fmul_rn(moderate_quotient(fp8_max, amax * nearer), nearer), FLT_MAX);
+  if (!finite || amax == 0.0f) scale = 1.0f;
+  if (power_of_two) scale = __uint_as_float(min(__float_as_uint(scale) & 0x7F800000u, 0x7E800000u));
+  const float closer = scale < 0x1p-60f ? 0x1p40f : scale > 0x1p60f ? 0x1p-100f : 1.0f, moderate = scale * closer;
+  float inverse = __fmul_rn(moderate_quotient(1.0f, moderate), closer);
+  if (scale > 0x1p126f) {  // the inverse is subnormal, and was rounded twice: compared with half of its last place
+    const float rest = __fmaf_rn(-inverse * 0x1p100f, moderate, 1.0f), half = moderate * 0x1p-50f;
+    inverse = __uint_as_float(__float_as_uint(inverse) + (rest > half) - (rest < -half));
+  }
+  return {scale, finite ? inverse : __uint_as_float(0x7FC00000u)};
+}
+
 }  // namespace lorakernels

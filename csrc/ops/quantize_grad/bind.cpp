@@ -48,8 +48,11 @@ struct ProjectionSizes {
 struct Types {
   std::string dtype, b_dtype, format;
   float fp8_max;
+  std::optional<bool> power_of_two;  // given: each 1 × 128 of dy has a scale, rounded so
 
-  static constexpr auto members() { return in_order(&Types::dtype, &Types::b_dtype, &Types::format, &Types::fp8_max); }
+  static constexpr auto members() {
+    return in_order(&Types::dtype, &Types::b_dtype, &Types::format, &Types::fp8_max, &Types::power_of_two);
+  }
 };
 
 // A mask of `cols` columns, to be drawn into `dropout.dropped`.
@@ -101,6 +104,11 @@ void quantize_grad(const Out& out, Address dy, const std::optional<Up>& up, cons
   if ((dy.value | out.dy8.value | out.workspace.value | dropped.value) % 16 != 0) {
     throw std::invalid_argument("quantize_grad: dy, dy8, workspace and dropped must be 16-byte aligned");
   }
+  if (types.power_of_two && cols % Limits::kBlockColsMultiple != 0) {
+    throw std::invalid_argument("quantize_grad: cols must be a multiple of " +
+                                std::to_string(Limits::kBlockColsMultiple) + " where blocks have scales; got " +
+                                std::to_string(cols));
+  }
   if (dropped.value != 0) check_mask(rank, *mask, draw);
   const QuantizeGradParams params{out.dy8.as<uint8_t>(),
                                   out.scale_inv.as<float>(),
@@ -119,6 +127,8 @@ void quantize_grad(const Out& out, Address dy, const std::optional<Up>& up, cons
                                   half_type("dtype", types.dtype),
                                   float_type("b_dtype", types.b_dtype),
                                   is_e5m2("format", types.format),
+                                  types.power_of_two.has_value(),
+                                  types.power_of_two.value_or(false),
                                   projections_of(projections, cols, rank),
                                   dropped.as<uint32_t>(),
                                   mask ? mask->cols : 0,
@@ -132,6 +142,7 @@ void register_quantize_grad(py::module_& m) {
   add_limits(m, "quantize_grad",
              py::dict(py::arg("rank") = Limits::kRank, py::arg("drawn_rank") = Limits::kDrawnRank,
                       py::arg("cols_multiple") = Limits::kColsMultiple,
+                      py::arg("block_cols_multiple") = Limits::kBlockColsMultiple,
                       py::arg("projections") = QuantizeGradProjections::kMost,
                       py::arg("projection_multiple") = QuantizeGradProjections::kMultiple));
   m.def(

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // In one read of dy [rows, cols]:
 //   dy8 = sat(dy · scale)   amax = max |dy|   ds = scaling · dy B   dB = scaling · dyᵀ s
+// Instead of one scale there may be one for each 1 × 128 of dy, of that block's own amax.
 // B [cols, rank] is rounded to dy's dtype; s and ds [rows, rank] have it. dy may be of several projections side by
 // side. Their B stand one below the other then, and their columns of s and ds, their windows, side by side:
 //   ds[:, window i] = scaling · dy[:, cols i] B[cols i]   dB[cols i] = scaling · dy[:, cols i]ᵀ s[:, window i]
@@ -25,6 +26,7 @@ struct QuantizeGradLimits {
   static constexpr int64_t kRank = 128;
   static constexpr int64_t kDrawnRank = 64;    // with a mask to draw: a higher rank leaves too few registers
   static constexpr int64_t kColsMultiple = 8;  // also of first_col
+  static constexpr int64_t kBlockColsMultiple = 16;  // of cols, where blocks have scales
 };
 
 // Which projection each column of dy belongs to. One projection has all columns.
@@ -63,7 +65,7 @@ struct QuantizeGradProjections {
 
 struct QuantizeGradParams {
   uint8_t* dy8;       // [rows, cols]
-  float* scale_inv;   // [1], or null: dy is not quantized
+  float* scale_inv;   // [1], or in_blocks [⌈cols / 128⌉, rows]; or null: dy is not quantized
   float* amax;        // raised to max |dy|, with NaN above inf; null in eval or without scale_inv
   void* ds;           // [rows, pitch] of dy's dtype; null with rank 0
   void* dB;           // [cols, rank] of b_dtype, or null
@@ -71,7 +73,7 @@ struct QuantizeGradParams {
   const void* dy;     // [rows, cols], row-major without gaps, 16-byte aligned
   const void* B;      // [cols, rank] of b_dtype; null with rank 0
   const void* s;      // [rows, pitch] of dy's dtype; null without dB
-  ScaleSource scale;  // of dy8; used with scale_inv only
+  ScaleSource scale;  // of dy8; used with scale_inv only, and of it fp8_max alone in_blocks
   int64_t rows;       // elements, below 2^31 - 128
   int64_t cols;       // elements, a multiple of 8, below 2^31 - 512
   int64_t rank;       // 0 to 128, of every adapter
@@ -79,6 +81,8 @@ struct QuantizeGradParams {
   FloatType dtype;    // of dy, s, ds: kBFloat16 or kFloat16
   FloatType b_dtype;  // of B, dB
   bool is_e5m2;       // dy8 is e5m2, else e4m3
+  bool in_blocks;     // each 1 × 128 has its scale; cols a multiple of 16
+  bool power_of_two;  // scales of blocks are powers of two
   QuantizeGradProjections projections;
 
   // The dropout mask of the layer's input, to be drawn for the kernels that follow; the rank is 1 to 64 then.

@@ -32,10 +32,13 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
     return;
   }
   constexpr int kAtOnce = Role::kLeft < 64 ? 2 : 4;  // as registers allow
-  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_to_use(params.scale),
+  const bool one_scale = !params.in_blocks;
+  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(one_scale ? scale_to_use(params.scale) : 1.0f,
                                                                threadIdx.x - Role::kFirstQuantizer);
-  if (blockIdx.x == 0 && threadIdx.x == Role::kFirstQuantizer) *params.scale_inv = __frcp_rn(quantize.scale);
-  quantize.in_form(params, [&](auto format, auto wide) {
+  if (one_scale && blockIdx.x == 0 && threadIdx.x == Role::kFirstQuantizer) {
+    *params.scale_inv = __frcp_rn(quantize.scale);
+  }
+  quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
     for (Cursor now(grid); now.left > 0; now.advance()) {
 #pragma unroll 1
       for (int i = 0; i < Tile::kSteps; ++i, ring.advance()) {
@@ -43,7 +46,8 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
         const int col = now.strip * Tile::kStripCols + i / Tile::kStagesOfStep * Tile::kStepCols;
         wait_for(ring.full(), ring.round);
         if constexpr (kRank == 0) producer.bring(dy);
-        quantize.template tile<format.value, wide.value>(params, shared + ring.stage * kStageBytes, row, col);
+        const uint8_t* const tile = shared + ring.stage * kStageBytes;
+        quantize.template tile<format.value, wide.value, blocks.value>(params, tile, row, col);
         __syncwarp();
         if (threadIdx.x % 32 == 0) arrive(ring.empty());
       }
@@ -99,8 +103,9 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
   for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
   if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
   const bool quantizes = !Role::kApart && params.scale_inv != nullptr;
-  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(quantizes ? scale_to_use(params.scale) : 1.0f, threadIdx.x);
-  if (quantizes && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
+  const bool one_scale = quantizes && !params.in_blocks;
+  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(one_scale ? scale_to_use(params.scale) : 1.0f, threadIdx.x);
+  if (one_scale && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
 
   const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
   float sum_dB[Tile::kSteps][kSums] = {};
@@ -130,8 +135,9 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy);
       if (quantizes) {
         const int row = now.panel * kPanelRows, col = now.strip * Tile::kStripCols + step * Tile::kStepCols;
-        quantize.in_form(params, [&](auto format, auto wide) {
-          quantize.template tile<format.value, wide.value>(params, shared + ring.stage * kStageBytes, row, col);
+        quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
+          const uint8_t* const tile = shared + ring.stage * kStageBytes;
+          quantize.template tile<format.value, wide.value, blocks.value>(params, tile, row, col);
         });
       }
       wgmma_wait();
@@ -339,7 +345,7 @@ void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int de
   if (params.cols == 0 || (params.scale_inv == nullptr && params.rank == 0)) return;
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (params.scale_inv != nullptr) {
+  if (params.scale_inv != nullptr && !params.in_blocks) {
     launch_amax_if_unset(params.scale, params.dy, params.rows * params.cols, params.dtype, stream, -1);
   }
   if (params.dtype == FloatType::kBFloat16) {

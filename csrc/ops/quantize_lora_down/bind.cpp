@@ -18,6 +18,13 @@ struct Out {
   static constexpr auto members() { return in_order(&Out::x8, &Out::scale_inv, &Out::s, &Out::workspace); }
 };
 
+struct Types {
+  std::string dtype, a_dtype;
+  std::optional<bool> power_of_two;  // given: each 1 × 128 of x has a scale, rounded so
+
+  static constexpr auto members() { return in_order(&Types::dtype, &Types::a_dtype, &Types::power_of_two); }
+};
+
 void check(uintptr_t addresses, const RankSizes& sizes, FloatType dtype, uint32_t first_col) {
   const auto [rows, cols, rank] = sizes;
   check_sizes("quantize_lora_down", {{"rows", rows}, {"cols", cols}, {"rank", rank}});
@@ -39,8 +46,8 @@ void check(uintptr_t addresses, const RankSizes& sizes, FloatType dtype, uint32_
 }
 
 void quantize_lora_down(const Out& out, Address x, Address lora_A, const Scale& scale, const RankSizes& sizes,
-                        const Dtypes& dtypes, const std::optional<Dropout>& dropout, const Where& where) {
-  const auto& [dtype, a_dtype] = dtypes;
+                        const Types& types, const std::optional<Dropout>& dropout, const Where& where) {
+  const auto& [dtype, a_dtype, power_of_two] = types;
   const FloatType type = float_type("dtype", dtype);
   const DropoutParams draw = params_of(dropout);
   check(x.value | out.x8.value | lora_A.value | out.workspace.value, sizes, type, draw.first_col);
@@ -62,6 +69,8 @@ void quantize_lora_down(const Out& out, Address x, Address lora_A, const Scale& 
                                       sizes.rank,
                                       type,
                                       float_type("a_dtype", a_dtype),
+                                      power_of_two.has_value(),
+                                      power_of_two.value_or(false),
                                       draw};
   submit("quantize_lora_down", params, &launch_quantize_lora_down, where.stream, where.device);
 }
@@ -78,8 +87,15 @@ void register_quantize_lora_down(py::module_& m) {
       },
       py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("device"),
       "How many fp32 elements `workspace` must have");
+  m.def(
+      "quantize_lora_down_finds_blocks",
+      [](int64_t rows, int64_t cols, int64_t rank, int device) {
+        return quantize_lora_down_plan(rows, cols, rank, device).has_whole_blocks();
+      },
+      py::arg("rows"), py::arg("cols"), py::arg("rank"), py::arg("device"),
+      "Whether its kernel for these sizes takes power_of_two");
   m.def("quantize_lora_down", &quantize_lora_down, py::arg("out"), py::arg("x"), py::arg("lora_A"), py::arg("scale"),
-        py::arg("sizes"), py::arg("dtypes"), py::arg("dropout"), py::arg("where"));
+        py::arg("sizes"), py::arg("types"), py::arg("dropout"), py::arg("where"));
 }
 
 }  // namespace lorakernels

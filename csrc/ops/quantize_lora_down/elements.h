@@ -78,6 +78,36 @@ struct WordsOfA {
   }
 };
 
+// The scales of the blocks of 128 columns to which a thread's 32 elements of two rows belong. Four neighbouring threads
+// have a block.
+template <typename T>
+struct ScalesOfRows {
+  float scale[2];
+
+  __device__ explicit ScalesOfRows(float of_both) : scale{of_both, of_both} {}
+
+  // chunks(row, i): the i-th of four times 8 elements. inverse: where that of the first row goes; the second is 8
+  // further. All threads of the warp call it.
+  template <typename Chunks>
+  __device__ void find(const QuantizeLoraDownParams& params, const bool (&exist)[2], float* inverse,
+                       const Chunks& chunks) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      uint32_t most = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 words = chunks(row, i);
+        for (const uint32_t word : {words.x, words.y, words.z, words.w}) most = max_magnitude(most, word);
+      }
+      for (const int bit : {1, 2}) most = __vmaxu2(most, __shfl_xor_sync(0xFFFFFFFFu, most, bit));
+      const float amax = unpacked<T>(max(most & 0xFFFFu, most >> 16)).x;
+      const BlockScale found = scale_of_block(amax, kE4M3Max, params.power_of_two);
+      scale[row] = found.scale;
+      if (threadIdx.x % 4 == 0 && exist[row]) inverse[8 * row] = found.inverse;
+    }
+  }
+};
+
 // Writes x8 and takes the amax. If there is no scale yet, each block leaves its amax in the workspace for
 // finish_kernel.
 template <typename T>
@@ -89,7 +119,7 @@ struct Quantizer {
 
   __device__ explicit Quantizer(const QuantizeLoraDownParams& params) : wanted(params.x8 != nullptr) {
     if (wanted && params.kept != nullptr) scale = *params.kept;
-    known = scale > 0.0f;
+    known = scale > 0.0f || (wanted && params.in_blocks);
   }
 
   __device__ void see(const uint4& words) {
@@ -97,14 +127,14 @@ struct Quantizer {
   }
 
   // Stores 16 neighbours. `exist`: they do, and the scale is known.
-  __device__ void store(bool exist, uint8_t* to, const uint4& first, const uint4& second) const {
+  static __device__ void store(bool exist, uint8_t* to, const uint4& first, const uint4& second, float scale) {
     const uint2 low = quantized<T>(first, scale), high = quantized<T>(second, scale);
     store_if(exist, to, make_uint4(low.x, low.y, high.x, high.y));
   }
 
   // Writes amax and 1 / scale. All threads of a block call it at the end. of_warp: shared memory, a word for each warp.
   __device__ void leave(const QuantizeLoraDownParams& params, uint32_t* of_warp) const {
-    if (!wanted) return;
+    if (!wanted || params.in_blocks) return;
     uint32_t largest = warp_max_magnitude(most & 0x7FFF7FFFu);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
     __syncthreads();
@@ -173,15 +203,15 @@ struct Dropper {
 template <typename T, bool kDropout>
 __device__ __forceinline__ void take(Quantizer<T>& quantizer, [[maybe_unused]] const Dropper& dropper,
                                      const uint4 (&words)[2][2], [[maybe_unused]] PhiloxDraw (&draws)[4],
-                                     const bool (&exist)[2], uint8_t* to, uint32_t to_second) {
+                                     const bool (&exist)[2], uint8_t* to, uint32_t to_second, const float (&scale)[2]) {
   if constexpr (kDropout) dropper.round<3>(draws);
   quantizer.see(words[0][0]), quantizer.see(words[0][1]);
   if constexpr (kDropout) dropper.round<4>(draws), dropper.round<5>(draws);
-  quantizer.store(exist[0], to, words[0][0], words[0][1]);
+  quantizer.store(exist[0], to, words[0][0], words[0][1], scale[0]);
   if constexpr (kDropout) dropper.round<6>(draws), dropper.round<7>(draws);
   quantizer.see(words[1][0]), quantizer.see(words[1][1]);
   if constexpr (kDropout) dropper.round<8>(draws);
-  quantizer.store(exist[1], to + to_second, words[1][0], words[1][1]);
+  quantizer.store(exist[1], to + to_second, words[1][0], words[1][1], scale[1]);
   if constexpr (kDropout) dropper.round<9>(draws);
 }
 

@@ -3,7 +3,8 @@
 //   x8 = sat(x · scale)      amax = max |x|      s = D(x) Aᵀ,  D(x) = mask ⊙ x / (1 − p)
 // x8 is e4m3. Products run on the tensor cores in x's dtype with fp32 accumulation. They are summed in an order that
 // depends on QuantizeLoraDownPlan alone. The factor 1 / (1 − p) is applied to the sum, which is rounded once. If there
-// is no scale yet, x is read a second time and quantized with the scale that amax gives.
+// is no scale yet, x is read a second time and quantized with the scale that amax gives. Instead of one scale there may
+// be one for each 1 × 128 of x, of that block's own amax.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ struct QuantizeLoraDownLimits {
 
 struct QuantizeLoraDownParams {
   uint8_t* x8;         // [rows, cols] e4m3, or null: x is not quantized
-  float* scale_inv;    // [1] 1 / scale, with x8
+  float* scale_inv;    // [1] 1 / scale, or in_blocks [⌈cols / 128⌉, rows]; with x8
   float* amax;         // raised to max |x|, with NaN above inf; or null
   void* s;             // [rows, rank] of dtype, rows s_pitch elements apart; null with rank 0
   float* workspace;    // 16-byte aligned, as large as QuantizeLoraDownPlan says
@@ -35,6 +36,8 @@ struct QuantizeLoraDownParams {
   int64_t s_pitch;     // elements
   FloatType dtype;     // kBFloat16 or kFloat16
   FloatType a_dtype;   // dtype, or kFloat32
+  bool in_blocks;      // each 1 × 128 has its scale; QuantizeLoraDownPlan says where it may
+  bool power_of_two;   // scales of blocks are powers of two
   DropoutParams dropout;
 };
 
@@ -75,6 +78,10 @@ struct QuantizeLoraDownPlan {
     offset_A = offset_sums + rounded_up(slices * rows * rank_columns);
     floats = offset_A + (form == Form::kPanels ? rank_columns * arranged_columns(cols) / 2 : 0);
   }
+
+  // Whether a warp has whole blocks of 128 columns at once, and can find their scales. In panels they take two steps: a
+  // branch for the first of two makes ptxas serialize wgmma (C7515).
+  bool has_whole_blocks() const { return form == Form::kBoxes && columns_of_boxes(rank_columns) == 1024; }
 
   static LORAKERNELS_HD constexpr int64_t arranged_columns(int64_t cols) {
     return (cols + kStepColumns - 1) / kStepColumns * kStepColumns;

@@ -123,6 +123,21 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
     uint4 of_row[2];
     if constexpr (kDropout) of_row[0] = dropper.of_row(row), of_row[1] = dropper.of_row(row + 8);
     float sum[kTiles][4] = {};
+    ScalesOfRows<T> scales(quantizer.scale);
+    if constexpr (kBoxes == 2) {
+      if (params.in_blocks) {
+        const int next = stage + 1;  // of an even number of stages, and no round ends in between
+        wait_for(full + 8 * stage, round);
+        wait_for(full + 8 * next, round);
+        const uint8_t* const here = shared_tiles + (warp * kStages + stage) * Tile::kBoxBytes;
+        const bool exist[2] = {has_row[0] && warp_col < cols, has_row[1] && warp_col < cols};
+        float* const inverse = params.scale_inv + static_cast<int64_t>(warp_col / 128) * rows + row;
+        scales.find(params, exist, inverse, [&](int second, int i) {
+          const uint32_t chunk = (i % 2 == 0 ? source : source ^ 16) + second * (8 * 128) + i / 2 * Tile::kBoxBytes;
+          return *reinterpret_cast<const uint4*>(here + chunk);
+        });
+      }
+    }
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
       wait_for(full + 8 * stage, round);
@@ -137,7 +152,7 @@ __global__ void __launch_bounds__(Boxes<kRankTiles>::kThreads, 2)
       if constexpr (kDropout) Dropper::begin(draws, of_row, columns[box]);
       const uint32_t col = first_col + box * 64;
       const bool exist[2] = {has_row[0] && col < cols, has_row[1] && col < cols};
-      take<T, kDropout>(quantizer, dropper, words, draws, exist, target + box * 64, 8 * cols);
+      take<T, kDropout>(quantizer, dropper, words, draws, exist, target + box * 64, 8 * cols, scales.scale);
       if constexpr (kDropout) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i / 2][i % 2] = dropper.survivors(words[i / 2][i % 2], draws[i]);

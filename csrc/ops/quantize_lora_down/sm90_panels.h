@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
   uint8_t* const target = params.x8 + (static_cast<int64_t>(row) * cols + lane % 4 * 16);
   const bool has_row[2] = {quantizer.known && row < rows, quantizer.known && row + 8 < rows};
 
+  const float scales[2] = {quantizer.scale, quantizer.scale};
   float sum[kRank / 2] = {};
   for (bool is_first = true; step < end; ++step, is_first = false) {
     const int col = step * 64 + static_cast<int>(lane) % 4 * 16;
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(Panel<kRank>::kThreads, Panel<kRank>::kBlocksO
       Dropper::begin(draws, of_row, columns);
     }
     const bool exist[2] = {has_row[0] && col < cols, has_row[1] && col < cols};
-    take<T, kDropout>(quantizer, dropper, words, draws, exist, target + step * 64, 8 * cols);
+    take<T, kDropout>(quantizer, dropper, words, draws, exist, target + step * 64, 8 * cols, scales);
     if constexpr (kDropout) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) words[i / 2][i % 2] = dropper.survivors(words[i / 2][i % 2], draws[i]);

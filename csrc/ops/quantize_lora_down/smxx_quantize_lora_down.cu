@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <stdexcept>
+
 #include "device/overlap.h"
 #include "device/ptx/cp_async.h"
 #include "device/ptx/mma_sync.h"
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kFinishThreads)
     static_cast<T*>(params.s)[row * params.s_pitch + r] = static_cast<T>(sum * factor);
   }
 
-  if (params.x8 == nullptr || (params.kept != nullptr && *params.kept > 0.0f)) return;
+  if (params.x8 == nullptr || params.in_blocks || (params.kept != nullptr && *params.kept > 0.0f)) return;
   uint32_t amax = 0;
   for (int64_t i = threadIdx.x % 32; i < plan.slices * plan.row_blocks; i += 32) {
     amax = max(amax, __float_as_uint(__ldcg(params.workspace + i)));
@@ -256,6 +258,9 @@ void launch_quantize_lora_down(const QuantizeLoraDownParams& params, void* strea
   if (params.rows == 0) return;
   const DeviceGuard guard(device);
   const Plan plan = quantize_lora_down_plan(params.rows, params.cols, params.rank, device);
+  if (params.in_blocks && !plan.has_whole_blocks()) {
+    throw std::invalid_argument("quantize_lora_down: power_of_two must be None where its kernel has no whole blocks");
+  }
   const auto on = static_cast<cudaStream_t>(stream);
   for (int64_t first = 0; first == 0 || first < params.rank; first += plan.rank_columns) {
     const QuantizeLoraDownParams pass = ranks_from(params, first, plan.rank_columns);

@@ -93,6 +93,56 @@ def spread(factor: tl.tensor, N: tl.constexpr, COLUMNS: tl.constexpr) -> tl.tens
 
 
 @triton.jit
+def columns_in_blocks(N: tl.constexpr, PARTS: tl.constexpr) -> tl.tensor:
+    """0 … N − 1 as [PARTS · N / 128, 128 / PARTS]: the first part of each block of 128, then the second ones.
+
+    Triton gives a thread 16 bytes of a row of such a tile, and neighbouring rows to neighbouring threads. With 16 bytes
+    for each thread and part, a thread has all its numbers in one block, and finds one scale.
+    """
+    row = tl.arange(0, PARTS * (N // _BLOCK))
+    in_part = tl.arange(0, _BLOCK // PARTS)
+    block = row % (N // _BLOCK)
+    part = row // (N // _BLOCK)
+    return (block * _BLOCK + part * (_BLOCK // PARTS))[:, None] + in_part[None, :]
+
+
+@triton.jit
+def by_block(x: tl.tensor) -> tl.tensor:
+    """A tile of `columns_in_blocks` as [PARTS, blocks, 128 / PARTS]."""
+    PARTS: tl.constexpr = _BLOCK // x.shape[1]
+    return tl.reshape(x, (PARTS, x.shape[0] // PARTS, x.shape[1]))
+
+
+@triton.jit
+def amax_of_blocks(x: tl.tensor) -> tl.tensor:
+    """The bits of the amax of each block of a tile of `columns_in_blocks`, fp32."""
+    return tl.max(tl.max(by_block(tl.abs(x).to(tl.int32, bitcast=True)), 0), 1)
+
+
+@triton.jit
+def for_tile(factor: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """`factor` [blocks] for each column of x, a tile of `columns_in_blocks`."""
+    each = tl.broadcast_to(factor[None, :, None], by_block(x).shape)
+    return tl.reshape(each, x.shape)
+
+
+@triton.jit
+def stored_scales(
+    bits: tl.tensor,
+    scale_inv: tl.tensor,
+    step: tl.tensor,
+    blocks: tl.tensor,
+    FP8_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+) -> tl.tensor:
+    """The scales of blocks [B] with these amaxes; scale_inv of the first `blocks` go to `scale_inv`, `step` apart."""
+    scale, inverse = scale_of_block(bits, FP8_MAX, POWER_OF_TWO)
+    block = tl.arange(0, bits.shape[0])
+    tl.store(scale_inv + block * step, inverse, block < blocks)
+    return scale
+
+
+@triton.jit
 def encode_in_blocks(
     x: tl.tensor,
     scale_inv: tl.tensor,
@@ -102,15 +152,18 @@ def encode_in_blocks(
     NATIVE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    N: tl.constexpr,
 ) -> tl.tensor:
-    """Bytes of fp32 x [N], blocks of 128; the scale_inv of the first `blocks` go to `scale_inv`, `step` apart."""
-    magnitudes = tl.abs(x).to(tl.int32, bitcast=True)
-    bits = tl.max(tl.reshape(magnitudes, (N // _BLOCK, _BLOCK)), 1)
-    scale, inverse = scale_of_block(bits, FP8_MAX, POWER_OF_TWO)
-    block = tl.arange(0, N // _BLOCK)
-    tl.store(scale_inv + block * step, inverse, block < blocks)
-    return encode(x * spread(scale, N, _BLOCK), E5M2, NATIVE)
+    """Bytes of fp32 x, [N] or a tile of `columns_in_blocks`. scale_inv goes where `stored_scales` says."""
+    if len(x.shape) == 1:
+        N: tl.constexpr = x.shape[0]
+        magnitudes = tl.abs(x).to(tl.int32, bitcast=True)
+        bits = tl.max(tl.reshape(magnitudes, (N // _BLOCK, _BLOCK)), 1)
+        scale = stored_scales(bits, scale_inv, step, blocks, FP8_MAX, POWER_OF_TWO)
+        return encode(x * spread(scale, N, _BLOCK), E5M2, NATIVE)
+    else:
+        bits = amax_of_blocks(x)
+        scale = stored_scales(bits, scale_inv, step, blocks, FP8_MAX, POWER_OF_TWO)
+        return encode(x * for_tile(scale, x), E5M2, NATIVE)
 
 
 @triton.jit
@@ -288,8 +341,12 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options of a launch, beside num_warps."""
-        return launch_options(self.overlaps)
+        """The options of a launch, beside num_warps.
+
+        Without a MEASURE launch in front, programs that share tiles start when the previous kernel has ended. Early
+        ones would fill the multiprocessors that it leaves first: these would have all tiles, and the others none.
+        """
+        return launch_options(self.overlaps and self.quantizes)
 
     @property
     def constants(self) -> dict[str, object]:

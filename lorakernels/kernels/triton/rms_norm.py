@@ -100,7 +100,7 @@ def _rms_norm_quantize_kernel(
                 at = tl.max_contiguous(at, VECTOR)
                 blocks = tl.cdiv(K, _SCALED)
                 bytes_ = encode_in_blocks(
-                    n.to(tl.float32), scale_inv + row, M_wide, blocks, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                    n.to(tl.float32), scale_inv + row, M_wide, blocks, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
                 tl.store(x8 + at, bytes_, inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)

@@ -3,6 +3,9 @@
 
 A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
 program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
+
+Where blocks of 128 columns get scales, a thread has many numbers of one block, and finds one scale for all of them
+(`quantize.columns_in_blocks`). A quotient, its inverse and what they need are some 40 instructions.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import TRITON_DTYPE, launch
 from lorakernels.kernels.triton.quantize import (
     Quantized,
+    amax_of_blocks,
     begin_quantizing,
+    columns_in_blocks,
     decode_e4m3,
     encode,
     encode_in_blocks,
+    for_tile,
     leave_amax,
     magnitude,
     narrowed,
@@ -57,9 +63,25 @@ def _scale_of_both(
     gate: tl.tensor, up: tl.tensor, FP8_MAX: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr
 ) -> tl.tensor:
     """[BLOCK / PACKED], of the amax of PACKED columns of gate and of up."""
-    gate_bits = tl.abs(gate).to(tl.int32, bitcast=True)
-    bits = tl.maximum(gate_bits, tl.abs(up).to(tl.int32, bitcast=True))
-    return scale_of_bits(tl.max(tl.reshape(bits, (BLOCK // PACKED, PACKED)), 1), FP8_MAX)
+    if len(gate.shape) == 1:
+        gate_bits = tl.abs(gate).to(tl.int32, bitcast=True)
+        bits = tl.maximum(gate_bits, tl.abs(up).to(tl.int32, bitcast=True))
+        bits = tl.reshape(bits, (BLOCK // PACKED, PACKED))
+    else:
+        bits = tl.maximum(amax_of_blocks(gate), amax_of_blocks(up))
+        bits = tl.reshape(bits, (BLOCK // PACKED, PACKED // _SCALED))
+    return scale_of_bits(tl.max(bits, 1), FP8_MAX)
+
+
+@triton.jit
+def _for_columns(
+    factor: tl.tensor, x: tl.tensor, IN_BLOCKS: tl.constexpr, PACKED: tl.constexpr
+) -> tl.tensor:
+    """`factor`, one for PACKED columns, for each column of the tile x."""
+    if IN_BLOCKS:
+        return for_tile(spread(factor, x.numel // _SCALED, PACKED // _SCALED), x)
+    else:
+        return spread(factor, x.numel, PACKED)
 
 
 @triton.jit(do_not_specialize=["M", "amax_at", "kept_at", "measured"])
@@ -96,6 +118,7 @@ def _swiglu_kernel(
     POWER_OF_TWO: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     PACKED: tl.constexpr,
 ) -> None:
     """act [M, F] from gate_up [M, 2F]; GRAD: dgate_up [M, 2F] from dact [M, F] as well."""
@@ -112,12 +135,16 @@ def _swiglu_kernel(
     most = tl.zeros((BLOCK,), tl.float32)
     scaled = tl.cdiv(F, _SCALED)
     M_wide = tl.cast(M, tl.int64)
+    of_tile = columns_in_blocks(BLOCK, PARTS) if IN_BLOCKS else tl.arange(0, BLOCK)
     for tile in tl.range(first, tiles, tl.num_programs(0)):
         row = tl.cast(tile // blocks, tl.int64)
-        column = tile % blocks * BLOCK + tl.arange(0, BLOCK)
+        column = tile % blocks * BLOCK + of_tile
         inside = column < F
         narrow = row * F + column
         at = row * (2 * F) + column
+        if IN_BLOCKS:  # so that bytes are stored by the threads that loaded their numbers
+            narrow = tl.max_contiguous(narrow, [1, VECTOR])
+            at = tl.max_contiguous(at, [1, VECTOR])
         gate_in = tl.load(gate_up + at, inside, other=0)
         up_in = tl.load(gate_up + F + at, inside, other=0)
         if IN_BLOCKS:
@@ -130,7 +157,7 @@ def _swiglu_kernel(
             scale_at = row * scales + block
         if BYTES:
             of_both = tl.load(gate_up_scale_inv + scale_at, scale_inside, other=0.0)
-            factor = spread(of_both, BLOCK, PACKED)
+            factor = _for_columns(of_both, gate_in, IN_BLOCKS, PACKED)
         if GRAD:
             d = tl.load(dact + narrow, inside, other=0.0).to(tl.float32)
         if BYTES:
@@ -155,14 +182,13 @@ def _swiglu_kernel(
                 tl.store(out8 + at, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
                 tl.store(out8 + F + at, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
             if IN_BLOCKS:  # F is a multiple of 128
-                at = tl.max_contiguous(at, VECTOR)
                 a8 = encode_in_blocks(
-                    a.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                    a.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
                 tl.store(out8 + at, a8, inside)
                 scaled_at += scaled * M_wide
                 b8 = encode_in_blocks(
-                    b.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                    b.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
                 tl.store(out8 + F + at, b8, inside)
         else:
@@ -175,17 +201,17 @@ def _swiglu_kernel(
                 narrow = tl.max_contiguous(narrow, VECTOR)
                 tl.store(out8 + narrow, encode(act.to(tl.float32) * scale, E5M2, NATIVE), inside)
             if IN_BLOCKS:
-                narrow = tl.max_contiguous(narrow, VECTOR)
                 act8 = encode_in_blocks(
-                    act.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO, BLOCK
+                    act.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
                 tl.store(out8 + narrow, act8, inside)
             if PACK:
-                at = tl.max_contiguous(at, VECTOR)
+                if not IN_BLOCKS:
+                    at = tl.max_contiguous(at, VECTOR)
                 fit = _scale_of_both(gate, up, FP8_MAX, BLOCK, PACKED)
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), fit)
                 tl.store(packed_scale_inv + scale_at, inverse, scale_inside)
-                factor = spread(fit, BLOCK, PACKED)
+                factor = _for_columns(fit, gate, IN_BLOCKS, PACKED)
                 tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
                 tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
@@ -204,7 +230,7 @@ def swiglu_quantize(
     shape = (data.shape[0], data.shape[1] // 2)
     act = data.new_empty(shape if keep else 0, dtype=dtype)
     target = quantized(shape, data, scaling, E4M3, power_of_two)
-    config = config or (tune.SWIGLU if gate_up.scale_inv is None else tune.SWIGLU_OF_BYTES)
+    config = config or tune.swiglu_config(gate_up.scale_inv is not None, target.in_blocks)
     if keep or target.quantizes or target.in_blocks:
         _launch(act, target, None, gate_up, None, dtype, config)
     return act, target.x8, target.scale_inv
@@ -244,7 +270,7 @@ def swiglu_quantize_grad(
     tells = scaling is not None and dact.dtype == torch.float16
     dgate_up = dact.new_empty(shape if keep or tells else 0)
     target = quantized(shape, dact, scaling, fp8_dtype, power_of_two)
-    config = config or (tune.SWIGLU_GRAD_KEPT if keep else tune.SWIGLU_GRAD)
+    config = config or tune.swiglu_grad_config(keep, target.in_blocks)
     if keep or target.quantizes or target.in_blocks:
         _launch(dgate_up, target, dact, gate_up, multiplier, dact.dtype, config)
     scale_inv = scale_that_tells(dgate_up, target.scale_inv) if tells else target.scale_inv
@@ -266,6 +292,7 @@ def _launch(
     if pack is not None or gate_up_scale_inv is not None:
         assert config.block % PACKED_COLUMNS == 0
     packed, packed_scale_inv = (out, out) if pack is None else pack
+    vector = 16 // data.element_size()
     rows, cols = data.shape[0], data.shape[1] // 2
     tiles = rows * triton.cdiv(cols, config.block)
     measured = quantize.measuring(tiles, data.device)
@@ -297,6 +324,7 @@ def _launch(
             KEEP=out.numel() > 0 and not measure,
             DTYPE=TRITON_DTYPE[dtype],
             BLOCK=config.block,
+            PARTS=tune.parts_of_blocks(config, vector) if target.in_blocks else 1,
             PACKED=PACKED_COLUMNS,
             num_warps=config.num_warps,
             **target.constants,

@@ -32,6 +32,7 @@ from tests.ops.contract import (
     Refusal,
     near,
     quantized,
+    quantized_in_blocks,
     rounded_again,
     same,
 )
@@ -66,8 +67,9 @@ def made(
     fp8: torch.dtype = E5M2,
     kind: str = "kept",
     fill: float | None = None,
+    power: bool | None = None,
 ) -> Arguments:
-    """`fill`: dy is nothing else. Rank 0: no adapter."""
+    """`fill`: dy is nothing else. Rank 0: no adapter. `power`: each block has a scale, and `kind` is none."""
     side = side_of(each, rank) if isinstance(each, tuple) else None
     n, columns = (sum(side.rows), sum(side.ranks)) if side else (each, rank)
     dy = m.randn(m.rows, n, dtype=dtype)
@@ -79,7 +81,8 @@ def made(
         for cols, window in windows(side):
             if window is None:
                 up.lora_B[cols] = torch.nan
-    return dy, up, m.scaling(kind), fp8, side
+    scaling = m.scaling(kind if power is None else "none")
+    return dy, up, scaling, fp8, side, power
 
 
 def several(
@@ -101,8 +104,17 @@ def column_by_column(m: Made) -> Arguments:
 
 
 def with_mask(make: Any, cols: int, m: Made, p: float = 0.3, col0: int = 24) -> Arguments:
-    *of_grad, side = make(m)
-    return *of_grad, m.dropout(p, 5, col0), cols, side
+    *of_grad, side, power = make(m)
+    return *of_grad, m.dropout(p, 5, col0), cols, side, power
+
+
+def every_amax(m: Made, fp8: torch.dtype, power: bool, dtype: torch.dtype = BF16) -> Arguments:
+    """Each finite magnitude of `dtype` and inf are the amax of a block; beside it are zeros."""
+    dy, *others = made(1024, 16, m, dtype=dtype, fp8=fp8, power=power)
+    each = torch.arange(4096 * 8, dtype=torch.int32, device=dy.device).to(torch.int16).view(dtype)
+    dy.zero_()
+    dy.view(-1, 128)[: each.numel(), 77] = each.where(~each.isnan(), 1.0)
+    return dy, *others
 
 
 def bound(call: Call) -> Iterator[Checked]:
@@ -112,10 +124,13 @@ def bound(call: Call) -> Iterator[Checked]:
     √n times, and 4 for the factors. cuBLAS adds parts of a sum in fp32 where PyTorch tells it to, as the contract
     test does. Numbers near the ends of fp32's range leave it in between: they are not judged.
     """
-    (dy, up, before, fp8, *_), side = call.before, call.before[-1]
+    dy, up, before, fp8, side, power = call.before
     dy8, scale_inv, ds, dB = call.results
     states = (before, call.after[2])
-    yield from quantized("dy8", dy, (dy8, scale_inv), states, fp8, tells=True)
+    if power is None:
+        yield from quantized("dy8", dy, (dy8, scale_inv), states, fp8, tells=True)
+    else:
+        yield from quantized_in_blocks("dy8", dy, (dy8, scale_inv), fp8, power)
     size = dy.abs().where(dy.isfinite() & (dy != 0), 1.0)
     if size.numel() and not 1e-30 < float(size.min()) <= float(size.max()) < 1e30:
         return
@@ -150,9 +165,9 @@ def _of_projection(call: Call, cols: slice, window: slice | None) -> Iterator[Ch
 
 def bound_and_mask(call: Call) -> Iterator[Checked]:
     """As without a mask; the mask's bits are the reference's where they stand for a column."""
-    *of_grad, dropout, cols, side = call.before
+    *of_grad, dropout, cols, side, power = call.before
     *results, dropped = call.results
-    before, after = (*of_grad, side), (*call.after[: len(of_grad)], side)
+    before, after = (*of_grad, side, power), (*call.after[: len(of_grad)], side, power)
     yield from bound(call._replace(before=before, after=after, results=tuple(results)))
     keep = dropout_keep(dropout, len(dropped), cols)
     columns = dropped_bits(torch.zeros_like(keep))
@@ -195,9 +210,23 @@ FILLED: dict[str, Case] = {
     for fp8 in (E5M2, E4M3)
     for kind in ("kept", "eval")
 }  # fmt: skip
+# Blocks of 128 columns with a scale: by each kind of warps that make dy8, a ragged last one, projections side by side.
+IN_BLOCKS: dict[str, Case] = {
+    **{f"500x1008 r{r} blocks": Case(partial(made, 1008, r, power=r % 2 > 0), 500) for r in (0, 1, 16, 33, 64, 128)},
+    **{f"4100x4096 r{r} blocks": Case(partial(made, 4096, r, fp8=E4M3, power=False), 4100) for r in (16, 64, 128)},
+    "1x16 blocks": Case(partial(made, 16, 1, fp8=E4M3, power=True), 1),
+    "4100x4096 fp16 blocks": Case(partial(made, 4096, 24, dtype=FP16, fp8=E4M3, power=False), 4100),
+    "2100, q k v, blocks": Case(partial(made, (4096, 1024, 1024), 16, power=False), 2100),
+    "300, no k, blocks": Case(partial(made, (512, -256, 144), 64, fp8=E4M3, power=True), 300),
+    **{f"all {fill} blocks {fp8}": Case(partial(made, 528, 16, fp8=fp8, fill=float(fill), power=False), 130)
+       for fill in ("nan", "inf", "-0", "2e-40", "3e38") for fp8 in (E5M2, E4M3)},
+    **{f"every amax {dtype} {fp8} {power}": Case(partial(every_amax, fp8=fp8, power=power, dtype=dtype), 4096)
+       for dtype in (BF16, FP16) for fp8 in (E5M2, E4M3) for power in (False, True)},
+}  # fmt: skip
 ONES = torch.ones(5, 8)
 UP, STATE = Up(torch.ones(8, 2), torch.ones(5, 4), 1.0), Scaling(torch.zeros(2, 1), 0, True)
 VALID = {"dy": ONES, "up": UP, "scaling": STATE, "fp8_dtype": E5M2, "side": SideBySide([4, 4], [2, 2])}  # fmt: skip
+VALID["power_of_two"] = None
 ONE_LENGTH = r"rows and ranks must be of one length"
 REFUSALS = {
     f"{rows} and {ranks}": Refusal({"side": SideBySide(rows, ranks)}, ValueError, message)
@@ -226,6 +255,10 @@ CONTRACTS = (
             **SMALL,
             "base only": Case(partial(made, 24, 0)),
             "frozen B": Case(without_s),
+            "blocks": Case(partial(made, 272, 3, power=False)),
+            "blocks, side by side": Case(partial(made, (128, -128, 16), 3, fp8=E4M3, power=True)),
+            "blocks, N % 16": Case(partial(made, 24, 3, power=False)),
+            "blocks, fp32": Case(partial(made, 272, 3, dtype=FP32, power=True), why_not="dy is torch.float32"),
             "several": Case(partial(several, 3, 24, 5), 48, why_not=SEVERAL, is_traced=True),
             "plain base": Case(partial(made, 24, 3, kind="none")),
             "fp32": Case(partial(made, 24, 3, dtype=FP32), why_not="dy is torch.float32"),
@@ -237,14 +270,15 @@ CONTRACTS = (
             "five projections": Case(partial(made, (128, 128, -128, 256, 128), 16), why_not="5 projections"),
         },
         bound,
-        {**ONE, **SIDES, **FILLED},
+        {**ONE, **SIDES, **FILLED, **IN_BLOCKS},
         VALID,
-        REFUSALS,
+        {**REFUSALS, "two recipes": Refusal({"power_of_two": True}, ValueError, "scaling must be None beside power")},
     ),
     Contract(
         ops.quantize_grad_and_mask,
         {
             **{k: case._replace(make=partial(with_mask, case.make, 72)) for k, case in SMALL.items()},
+            "blocks": Case(partial(with_mask, partial(made, 272, 3, power=True), 72)),
             "rank": Case(partial(with_mask, partial(made, 24, 65), 72), why_not="rank 65"),
             "N % 8": Case(partial(with_mask, partial(made, 23, 3), 72), why_not="N = 23"),
             "p": Case(partial(with_mask, partial(made, 24, 3), 72, p=1e-6), why_not="no mask of p"),
@@ -264,6 +298,10 @@ CONTRACTS = (
                 (4000, 264, 4096, 64),  # where only some draw
             )
             for dtype, p in ((BF16, 0.1), (FP16, 0x7C00 / 65536), (BF16, 2**-16), (FP16, 0.9))
+        }
+        | {
+            f"{m}x{n} r{r} blocks": Case(partial(with_mask, partial(made, n, r, fp8=E4M3, power=False), 4096), m)
+            for m, n, r in ((300, 384, 16), (4100, 8208, 64), (2100, 4096, 33), (4096, 4096, 16))
         }
         | {"3000 rows side by side": Case(partial(with_mask, partial(made, (256, -128, 128), 16), 1024), 3000)},
         {**VALID, **MASK},

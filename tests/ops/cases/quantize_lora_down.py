@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.numerics.segments import rows_times
-from lorakernels.ops import Dropout
+from lorakernels.ops import Dropout, Scaling
 from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
 from tests.ops.contract import (
@@ -30,6 +30,7 @@ from tests.ops.contract import (
     Refusal,
     near,
     quantized,
+    quantized_in_blocks,
     rounded_again,
 )
 
@@ -43,17 +44,30 @@ def made(
     m: Made,
     a: torch.dtype = FP32,
     col0: int = 0,
+    power: bool | None = None,
 ) -> Arguments:
-    """Rank 0: no adapter."""
+    """Rank 0: no adapter. `power`, with `kind` none: each block has a scale."""
     lora_A = (m.randn(rank, k) / k**0.5).to(a) if rank else None
     dropout = m.dropout(p, 7 if col0 else 0, col0) if p else None
-    return (3 * m.randn(m.rows, k)).to(dtype), lora_A, m.scaling(kind), dropout
+    return (3 * m.randn(m.rows, k)).to(dtype), lora_A, m.scaling(kind), dropout, power
+
+
+def in_blocks(k: int, rank: int, p: float, dtype: torch.dtype, power: bool, m: Made) -> Arguments:
+    """Blocks of every magnitude, of zeros, and with inf and NaN, which no other block sees."""
+    x, *others = made(k, rank, p, "none", dtype, m, power=power)
+    x *= (
+        (2.0 ** torch.arange(-12, k // 128 + 1 - 12, device=x.device))
+        .repeat_interleave(128)[:k]
+        .to(dtype)
+    )
+    x[:, : k // 3] = x[:, : k // 3].where(m.rand(m.rows, 1) > 0.2, 0.0)
+    return x, *others
 
 
 def several(adapters: int, k: int, rank: int, kind: str, dtype: torch.dtype, m: Made) -> Arguments:
     """Of adapters in one batch, which divide M."""
-    x, _, scaling, _ = made(k, 0, 0.0, kind, dtype, m)
-    return x, m.randn(adapters, rank, k) / k**0.5, scaling, None
+    x, _, scaling, *_ = made(k, 0, 0.0, kind, dtype, m)
+    return x, m.randn(adapters, rank, k) / k**0.5, scaling, None, None
 
 
 def column_by_column(m: Made) -> Arguments:
@@ -71,9 +85,12 @@ def bound(call: Call) -> Iterator[Checked]:
 
     PyTorch's kernels round s before the dropout factor, too.
     """
-    (x, lora_A, before, dropout), after = call.before, call.after[2]
+    (x, lora_A, before, dropout, power), after = call.before, call.after[2]
     x8, scale_inv, s = call.results
-    yield from quantized("x8", x, (x8, scale_inv), (before, after), E4M3)
+    if power is None:
+        yield from quantized("x8", x, (x8, scale_inv), (before, after), E4M3)
+    else:
+        yield from quantized_in_blocks("x8", x, (x8, scale_inv), E4M3, power)
     if lora_A is None:
         yield Checked("s", s, s.new_empty(0))
         return
@@ -89,7 +106,7 @@ def large(device: torch.device | str) -> Large:
     shards: list[tuple[Tensor, Dropout]] = [
         (t, made.dropout(0.3, x.shape[0] - t.shape[0])) for t in (x, x[-1:])
     ]
-    return Large(*((t, a, made.scaling(), dropout) for t, dropout in shards))
+    return Large(*((t, a, made.scaling(), dropout, None) for t, dropout in shards))
 
 
 SIZES = [
@@ -126,6 +143,10 @@ CONTRACTS = (
             "no scale yet, fp16": Case(partial(made, 24, 3, 0.5, "unset", FP16, a=FP16)),
             "base only": Case(partial(made, 24, 0, 0.0, "eval", BF16)),
             "plain shard": Case(partial(made, 512, 16, 0.3, "none", BF16, a=BF16, col0=16), 5),
+            "blocks": Case(partial(in_blocks, 272, 3, 0.3, BF16, False)),
+            "blocks, base only": Case(partial(in_blocks, 272, 0, 0.0, FP16, True)),
+            "blocks, K % 16": Case(partial(in_blocks, 264, 3, 0.3, BF16, True)),
+            "blocks, fp32": Case(partial(in_blocks, 272, 3, 0.0, FP32, False), why_not="x is torch.float32"),
             "several": Case(partial(several, 3, 24, 5, "kept", BF16), 48, why_not=SEVERAL, is_traced=True),
             "fp32": Case(partial(made, 24, 3, 0.3, "kept", FP32), why_not="x is torch.float32"),
             "K % 8": Case(partial(made, 60, 4, 0.1, "kept", BF16), why_not="K = 60"),
@@ -143,6 +164,14 @@ CONTRACTS = (
                 if r or not p
             },
             **{
+                f"{m}x{k} r{r} p{p:g} {dtype} blocks": Case(partial(in_blocks, k, r, p, dtype, p == 0), m)
+                for m, k, r in SIZES
+                for p, dtype in ((0.1, BF16), (0.0, FP16))
+                if r or not p
+            },
+            "4096x4096 r16 blocks": Case(partial(in_blocks, 4096, 16, 0.1, BF16, False), 4096),
+            "4096x4096 r32 blocks": Case(partial(in_blocks, 4096, 32, 0.1, BF16, False), 4096),
+            **{
                 f"130x{k} r{r} {kind}": Case(partial(made, k, r, 0.0, kind, BF16), 130)
                 for k, r in ((256, 0), (256, 16), (256, 64), (256, 192), (264, 192))
                 for kind in STATES
@@ -154,8 +183,13 @@ CONTRACTS = (
                 )
             },
         },
-        {"x": X, "lora_A": X, "scaling": None, "dropout": None},
+        {"x": X, "lora_A": X, "scaling": None, "dropout": None, "power_of_two": None},
         {
+            "two recipes": Refusal(
+                {"scaling": Scaling(torch.ones(2, 3), 1, True), "power_of_two": False},
+                ValueError,
+                "scaling must be None beside power_of_two = False",
+            ),
             "slot": Refusal(
                 {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},
                 ValueError,
