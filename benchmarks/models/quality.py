@@ -8,7 +8,8 @@ library's sources byte by byte and is then adapted to pydoc's help texts in 500 
 same with two random Markov chains over bytes, in 300 steps. Each base is trained once, rounded to bf16 and given to
 every variant. A seed decides A, the order of the rows and, in each variant's own way, the dropout masks. B = 0, the
 optimizer and the fp32 adapters are the same for all. "ours, fused + graphs" calls `fuse` and replays the layers'
-graphs from step 3 on.
+graphs from step 3 on. "FP8 head" multiplies by the frozen head in FP8 as well while it trains; what is held out has
+logits in bf16, as a model has when it is used.
 
 "held-out loss" is in nats per byte, after the last step. It is the mean over the same rows and over the seeds: six for
 "demo" and two for "random", unless --seeds says otherwise. "spread" is the largest seed's loss less the smallest's,
@@ -38,10 +39,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
+from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, loss_of, te
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.base import Unavailable
@@ -121,11 +121,6 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
     return model.to(dtype).requires_grad_(False)
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
 def train(model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, run: Run) -> list[float]:
     """AdamW, 5 % warm-up, then a cosine; the loss of every step. `rows` on the model's device."""
     model.train()
@@ -137,7 +132,7 @@ def train(model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, run: Run)
         ramp = min(1.0, (step + 1) / max(1, 0.05 * steps))
         optimizer.param_groups[0]["lr"] = lr * ramp * 0.5 * (1 + math.cos(math.pi * step / steps))
         with run.context():
-            loss = loss_of(model, rows[order[step]])
+            loss = run.loss(model, rows[order[step]])
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
