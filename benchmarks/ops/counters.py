@@ -121,8 +121,26 @@ def step(m: int, n: int, k: int, rank: int) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def rows_of(text: str) -> list[Row]:
-    """The table's rows from `ncu --page raw --csv`: a line of names, a line of units, a line per kernel.
+class Kernel:
+    """What `ncu` says of one launch: its name, and numbers by their metrics."""
+
+    def __init__(self, values: dict[str, str], units: dict[str, str]) -> None:
+        self.values, self._units, self.name = values, units, short_name(values["Kernel Name"])
+
+    def number(self, metric: str) -> float:
+        return float(self.values[metric].replace(",", ""))
+
+    @property
+    def microseconds(self) -> float:
+        return self.number(DURATION) * TO_MICROSECONDS[self._units[DURATION]]
+
+    @property
+    def ghz(self) -> float:
+        return self.number(CLOCK) * TO_GHZ[self._units[CLOCK]]
+
+
+def kernels_of(text: str) -> list[Kernel]:
+    """The kernels in `ncu --page raw --csv`: a line of names, a line of units, a line per kernel.
 
     Raises:
         ValueError: there is no such table in `text`.
@@ -134,27 +152,29 @@ def rows_of(text: str) -> list[Row]:
     names, units = lines[start], lines[start + 1]
     unit = dict(zip(names, units, strict=True))
     return [
-        _row(dict(zip(names, line, strict=True)), unit)
+        Kernel(dict(zip(names, line, strict=True)), unit)
         for line in lines[start + 2 :]
         if len(line) == len(names)
     ]
 
 
-def _row(found: dict[str, str], unit: dict[str, str]) -> Row:
-    def number(metric: str) -> float:
-        return float(found[metric].replace(",", ""))
+def rows_of(text: str) -> list[Row]:
+    """The table's rows from what `kernels_of` reads, and it raises what that raises."""
+    return [_row(kernel) for kernel in kernels_of(text)]
 
+
+def _row(kernel: Kernel) -> Row:
     stalls = {
-        m[1]: number(name)
-        for name in found
+        m[1]: kernel.number(name)
+        for name in kernel.values
         if (m := STALL.fullmatch(name)) and m[1] not in ("selected", "not_selected")
     }
     worst = max(stalls, key=lambda reason: stalls[reason])
     return {
-        "kernel": short_name(found["Kernel Name"]),
-        "µs": round(number(DURATION) * TO_MICROSECONDS[unit[DURATION]], 1),
-        "GHz": round(number(CLOCK) * TO_GHZ[unit[CLOCK]], 2),
-        **{column: round(number(metric), 1) for column, metric in COLUMNS.items()},
+        "kernel": kernel.name,
+        "µs": round(kernel.microseconds, 1),
+        "GHz": round(kernel.ghz, 2),
+        **{column: round(kernel.number(metric), 1) for column, metric in COLUMNS.items()},
         "waits for": f"{worst.replace('_', ' ')} ({stalls[worst]:.1f})",
     }
 
@@ -165,13 +185,14 @@ def short_name(kernel: str) -> str:
     return name.removeprefix("void ").replace("lorakernels::", "").partition("(")[0][:70]
 
 
-def counted(shape: str, rank: int) -> str:
-    """What `ncu --page raw --csv` prints of one step, which runs in a process under it."""
+def counted(again: list[str], asked: list[str]) -> str:
+    """What `ncu --page raw --csv` prints of what the command `again` runs between start and stop of the profiler.
+
+    `asked` are ncu's options that name sections or metrics.
+    """
     with TemporaryDirectory() as folder:
         report = str(Path(folder) / "report")
-        again = [sys.executable, __file__, "--only-step", "--shape", shape, "--rank", str(rank)]
-        sections = [word for section in SECTIONS for word in ("--section", section)]
-        options = ["--clock-control", "none", "--profile-from-start", "off", *sections]
+        options = ["--clock-control", "none", "--profile-from-start", "off", *asked]
         profile = ["ncu", *options, "-o", report, *again]
         subprocess.run(profile, check=True, stdout=subprocess.DEVNULL)
         show = ["ncu", "-i", report + ".ncu-rep", "--page", "raw", "--csv"]
@@ -194,7 +215,9 @@ def main() -> None:
         return step(m, n, k, args.rank)
     if shutil.which("ncu") is None or not torch.cuda.is_available():
         raise SystemExit("counters need a GPU and ncu on PATH")
-    rows = rows_of(counted(args.shape, args.rank))
+    again = [sys.executable, __file__, "--only-step", "--shape", args.shape]
+    sections = [word for section in SECTIONS for word in ("--section", section)]
+    rows = rows_of(counted([*again, "--rank", str(args.rank)], sections))
     problem = {"shape": args.shape, "rank": str(args.rank)}
     facts = {**environment(torch.device("cuda")), **problem}
     print(table(rows))
