@@ -63,11 +63,19 @@ def write(folder: Path, name: str, rows: Table) -> None:
 
 def join_quality(folder: Path, runs: Sequence[Path]) -> None:
     """quality_seeds, quality_curves and their summary in `folder`."""
-    from benchmarks.models.quality import summary
+    from benchmarks.models.quality import PLANS, VARIANTS, summary
 
-    seeds = joined([read(run / "quality_seeds.csv") for run in runs], SEED)
+    def ordered(table: Table) -> Table:
+        """As one run would have written it."""
+        models, variants = list(PLANS), list(VARIANTS)
+        return sorted(
+            table,
+            key=lambda r: (models.index(r["model"]), variants.index(r["variant"]), int(r["seed"])),
+        )
+
+    seeds = ordered(joined([read(run / "quality_seeds.csv") for run in runs], SEED))
     write(folder, "quality_seeds", seeds)
-    curves = joined([read(run / "quality_curves.csv") for run in runs], SEED)
+    curves = ordered(joined([read(run / "quality_curves.csv") for run in runs], SEED))
     write_csv(folder / "quality_curves.csv", [dict(row) for row in curves], {})
     rows: Table = []
     for row in summary([dict(row) for row in seeds]):

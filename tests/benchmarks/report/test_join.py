@@ -81,6 +81,8 @@ def test_means_of_quality_are_over_the_seeds_of_all_runs(tmp_path: Path) -> None
         points = [{**{k: r[k] for k in join.SEED}, "step": 0, "loss": 3} for r in rows]
         put(tmp_path / str(seed) / "quality_curves.csv", points)
     assert command("quality", tmp_path / "0", tmp_path / "1", "--output", tmp_path) == 0
+    seeds = [(r["variant"], r["seed"]) for r in join.read(tmp_path / "quality_seeds.csv")]
+    assert seeds == [(v, s) for v in ("hf + peft bf16", "ours fp8 + lora") for s in "01"]
     peft, ours = join.read(tmp_path / "quality.csv")
     assert (peft["seeds"], peft["held-out loss"], peft["÷ bf16"]) == ("2", "1.5", "1.0")
     assert (ours["held-out loss"], ours["spread"]) == ("1.45", "1.3")
