@@ -180,8 +180,9 @@ def _row(kernel: Kernel) -> Row:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without namespace, arguments and the template's types."""
+    """A kernel's name without namespace, arguments and the types of its template's numbers."""
     name = kernel.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
+    name = re.sub(r"\([\w: ]+\)(?=-?\d)", "", name)
     return name.removeprefix("void ").replace("lorakernels::", "").partition("(")[0][:70]
 
 

@@ -98,7 +98,7 @@ def _product(target: Target, results: Results) -> Bound:
     joules = [_joules(rows, row) for row in rows if row["provider"] == "ours"]
     known = [ratio for ratio in joules if ratio == ratio]
     energy = f"Ours takes {min(known):.2f} to {max(known):.2f} of its joules. " if known else ""
-    [ours] = _counted(results, "fp8_gemm_kernel<0, __nv_bfloat16, 0, 0, 3, 16>", "tensor %")
+    [ours] = _counted(results, "fp8_gemm_kernel<0, __nv_bfloat16, 0, 0, 3, 16", "tensor %")
     [theirs] = _counted(results, CUBLASLT, "tensor %")
     rate = 1 + 2 * int(str(rank)) / depth
     return f"{rate:.2f} at cuBLASLt's rate", (

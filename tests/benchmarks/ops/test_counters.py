@@ -45,6 +45,14 @@ def test_a_row_for_a_kernel_in_the_table_s_units(duration: str, unit: str) -> No
     assert row["waits for"] == "long scoreboard (4.1)"
 
 
+def test_a_template_s_numbers_stay_in_the_name() -> None:
+    name = (
+        "void lorakernels::<unnamed>::fp8_gemm_kernel<(lorakernels::<unnamed>::Product)1, __half, (bool)1, (int)16>"
+        "(CUtensorMap_st, lorakernels::Fp8GemmParams)"
+    )
+    assert counters.short_name(name) == "fp8_gemm_kernel<1, __half, 1, 16>"
+
+
 def test_without_a_table_what_was_printed_is_shown() -> None:
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         counters.rows_of("==ERROR== ERR_NVGPUCTRPERM")
