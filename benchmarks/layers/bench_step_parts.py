@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step of Llama-3.1-8B goes: kernels of one eager layer times 32, by what they are for, and the head.
+"""Where a step goes: kernels of one eager layer, as often as a model has it, by what they are for, and the head.
 
-    python benchmarks/layers/bench_step_parts.py --output DIR
+    python benchmarks/layers/bench_step_parts.py --output DIR [--models 8b 70b 1b]
 
-LoRA R = 16 on q, k, v, o, p = 0.1, 4096 tokens, save="recompute", one layout of W. The layer's kernels are timed by
-torch's profiler (lib/breakdown.py). The head is `linear_cross_entropy` of a vocabulary of 128,256, forward and
-backward, with a weight in bf16 and with one that was quantized once. Kernels of one layer run at a higher clock than a
-whole step, which is at the power limit, so that their sum is less than a step. step_parts.csv has a row for each part:
+The models and their tokens are those of bench_end_to_end.py. LoRA R = 16 on q, k, v, o, p = 0.1, one layout of W,
+save="recompute", and "fp8" for 70B. The layer's kernels are timed by torch's profiler (lib/breakdown.py). The head is
+`linear_cross_entropy` of the model's vocabulary, forward and backward, with a weight in bf16 and with one that was
+quantized once. Kernels of one layer run at a higher clock than a whole step, which is at the power limit, so that their
+sum is less than a step. step_parts.csv has a row for each part:
 
     ms        of a step
     kernels   that a step launches for it; of a head they are not counted
@@ -26,7 +27,7 @@ import lorakernels
 from benchmarks.lib.breakdown import Call, record
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser
 from benchmarks.lib.timing import time_of
-from benchmarks.peers.layer_case import SIZES, P, Size, make_layer_case
+from benchmarks.peers.layer_case import P, Size, make_layer_case
 from benchmarks.peers.layers import Ours, errors, fault, truth
 from benchmarks.peers.models import SPECS, Spec, dtype_of, value
 
@@ -43,6 +44,7 @@ PARTS = {
 }
 REST = "scales, dropout's slots, sums"
 TURNED = "transpose_fp8_kernel"
+SAVE = {"70b": "fp8"}  # as in a step with activations in host memory, of which 39 layers keep so
 HEADS = {"head and loss, bf16": False, "head and loss, FP8": True}
 
 
@@ -97,30 +99,32 @@ def head_ms(spec: Spec, fp8: bool, device: torch.device, repetitions: int) -> fl
     return time_of(step, device, repetitions).median * 1e3
 
 
-def main() -> int:
-    options = parser(
-        "where a step goes: kernels of one eager layer by what they are for, and the head"
-    )
-    args, device = arguments(options, on_gpu=15)
-    spec = SPECS["8b"] if device.type == "cuda" else SPECS["tiny"]
-    size = size_of(spec) if device.type == "cuda" else SIZES["tiny"]
-    case = make_layer_case(size, P, device)
+def model_parts(name: str, device: torch.device, repetitions: int) -> list[Row]:
+    """The rows of a model."""
+    spec, save = SPECS[name], SAVE.get(name, "recompute")
+    case = make_layer_case(size_of(spec), P, device)
     small = case.to_check()
-    check = fault(checked := Ours(small, save="recompute"), errors(checked, truth(small, True)))
-    peer = Ours(case, save="recompute")
+    peer = Ours(small, save=save)
+    wrong = fault(peer, errors(peer, truth(small, True)))
+    peer = Ours(case, save=save)
     peer.warm_up()
     calls, _ = record(peer.forward, peer.backward, device, steps=5)
     rows = layer_parts(calls, spec.shape["num_hidden_layers"])
-    del peer, checked
+    del peer, small, case
     for part, fp8 in HEADS.items():
-        ms = head_ms(spec, fp8, device, args.repetitions)
+        ms = head_ms(spec, fp8, device, repetitions)
         rows.append({"part": part, "ms": round(ms, 3), "kernels": ""})
-    said = {
-        "model": spec.name,
-        "tokens": str(size.tokens),
-        "check": f"WRONG: {check}" if check else "ok",
-    }
-    rows = [{**row, **said} for row in rows]
+    said: Row = {"model": spec.name, "tokens": spec.batch * spec.length, "save": save}
+    said["check"] = f"WRONG: {wrong}" if wrong else "ok"
+    return [{**row, **said} for row in rows]
+
+
+def main() -> int:
+    options = parser("where a step goes: kernels of one layer by what they are for, and the head")
+    options.add_argument("--models", nargs="+", choices=list(SPECS))
+    args, device = arguments(options, on_gpu=15)
+    models = args.models or (["8b", "70b", "1b"] if device.type == "cuda" else ["tiny"])
+    rows = [row for name in models for row in model_parts(name, device, args.repetitions)]
     return finish("step_parts", rows, environment(device), args.output)
 
 

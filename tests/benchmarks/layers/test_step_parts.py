@@ -32,7 +32,10 @@ def test_a_layer_of_this_machine_has_all_parts_but_transpositions(
     kernels = {row["part"]: row["kernels"] for row in rows}
     # q, k and v are one product, and so are gate and up; two layers
     assert kernels["FP8 GEMMs, forward"] == kernels["FP8 GEMMs, dgrad"] == "8"
-    assert {row["check"] for row in rows} == {"ok"}
+    assert {row["check"] for row in rows} == {"ok"} and {row["save"] for row in rows} == {
+        "recompute"
+    }
+    assert bench.size_of(bench.SPECS["8b"]) == bench.Size(4096, 14336, 32, 8, 4096)
 
 
 def test_parts_are_sums_over_the_layers(bench: Any) -> None:

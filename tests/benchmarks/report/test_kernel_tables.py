@@ -13,15 +13,20 @@ RUN = {"device": "cuda: NVIDIA H200", "torch": "2.11", "commit": "abc"}
 
 
 def test_every_part_that_is_measured_has_its_budget() -> None:
-    measured = {*bench_step_parts.PARTS, *bench_step_parts.HEADS}
-    assert measured == set(kernels.BUDGET)
-    calls = bench_step_parts.layer_parts([], 32)
-    said = {"model": "Llama-3.1-8B", "tokens": "4096", **RUN}
-    rows = [{**{k: str(v) for k, v in row.items()}, **said} for row in calls]
-    rows[0]["ms"] = "39.16"
+    measured = {*bench_step_parts.PARTS, bench_step_parts.REST, *bench_step_parts.HEADS}
+    assert {part for _, of, _, _ in kernels.BUDGET["Llama-3.1-8B"] for part in of} == measured
+    rows: list[dict[str, str]] = []
+    for model, budget in kernels.BUDGET.items():
+        assert {part for _, of, _, _ in budget for part in of} <= measured
+        said = {"model": model, "tokens": "4096", **RUN}
+        rows += [{"part": part, "ms": "39.16", **said} for part in measured]
+    assert set(kernels.BUDGET) == {bench_step_parts.SPECS[m].name for m in ("8b", "70b", "1b")}
     text = kernels.parts_table({"step_parts": rows})
-    assert "| FP8 GEMMs, forward | 41 | 38.7 | 39.2 |" in text
-    assert f"| {bench_step_parts.REST} | – | – | 0.0 |" in text
+    assert "| Llama-3.1-8B, 4,096 tokens | FP8 GEMMs, forward | 41 | 38.7 | 39.2 |" in text
+    assert "| Llama-2-70B, 4,096 tokens | FP8 GEMMs | 1,690 | 1,620 | 78.3 |" in text
+    for row in rows:
+        row["ms"] = "in FP8 GEMMs, dgrad" if row["part"] == kernels.TURNED else "39.16"
+    assert f"| {kernels.TURNED} | 3.7 | 0 | – |" in kernels.parts_table({"step_parts": rows})
     assert kernels.parts_table({}) == ""
 
 
