@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor, nn
 
-from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, loss_of, te
+from benchmarks.lib.quality_summary import kind_of, summary
+from benchmarks.lib.quality_variants import VARIANTS, Context, Plan, Run, loss_of, te
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.base import Unavailable
@@ -50,7 +51,6 @@ from lorakernels.train.byte_tokenizer import VOCABULARY
 from lorakernels.train.demo import SHAPE
 from lorakernels.train.model import quiet_transformers, reproducible
 
-TOLERANCE = 0.005
 SEED_COLUMNS = (
     "model",
     "variant",
@@ -191,7 +191,7 @@ def bench_seed(
     except Unavailable as reason:
         check = str(reason)
     except Exception as problem:  # a peer's own limits are its row's business; ours are wrong
-        check = f"{_kind(variant, 'raised')}: {type(problem).__name__}: {problem}"
+        check = f"{kind_of(variant, 'raised')}: {type(problem).__name__}: {problem}"
     values = (
         name,
         variant,
@@ -206,51 +206,12 @@ def bench_seed(
     return dict(zip(SEED_COLUMNS, values, strict=True)), curve
 
 
-def _kind(variant: str, otherwise: str) -> str:
-    return otherwise if variant.startswith("te") else "WRONG"
-
-
 def checksum(model: nn.Module) -> str:
     """Of all parameters, bit for bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:8]
-
-
-def summary(rows: list[Row]) -> list[Row]:
-    """One row for each model and variant from those of its seeds, judged by the bf16 base's of the same model."""
-    found: dict[tuple[object, object], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["variant"]), []).append(row)
-    return [_summed(of, found.get((model, REFERENCE), [])) for (model, _), of in found.items()]
-
-
-def _summed(rows: list[Row], bf16: list[Row]) -> Row:
-    """A mean too far above bf16's is WRONG if it is ours."""
-    check = next((str(row["check"]) for row in rows if row["check"] != "ok"), "ok")
-    losses, theirs = ([float(str(r["held-out loss"] or "nan")) for r in of] for of in (rows, bf16))
-    mean, off = sum(losses) / len(losses), math.nan
-    if check == "ok" and bf16:
-        off = mean / (sum(theirs) / len(theirs))
-        if {row["seed"] for row in rows} != {row["seed"] for row in bf16} or math.isnan(off):
-            check = "not judged: bf16's has not run with the same seeds"
-        elif {row["base"] for row in rows} != {bf16[0]["base"]}:
-            check = f"WRONG: trained another base than {bf16[0]['base']}"
-        elif not off <= 1 + TOLERANCE:
-            kind = _kind(str(rows[0]["variant"]), "missed")
-            check = f"{kind}: more than {TOLERANCE:.1%} above bf16's"
-    seconds = sum(float(str(row["seconds"] or 0)) for row in rows) / len(rows)
-    return {
-        **{name: rows[0][name] for name in ("model", "variant")},
-        "check": check,
-        "seeds": len(rows),
-        **{name: rows[0][name] for name in ("steps", "base", "loss before")},
-        "held-out loss": "" if math.isnan(mean) else round(mean, 5),
-        "spread": "" if math.isnan(mean) else round(max(losses) - min(losses), 5),
-        "÷ bf16": "" if math.isnan(off) else round(off, 5),
-        "seconds": round(seconds, 1),
-    }
 
 
 def in_parallel(

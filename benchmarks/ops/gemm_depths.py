@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import Tensor
 
+from benchmarks.lib.ncu import CLOCK, DURATION, Kernel, counted, kernels_of
 from benchmarks.lib.rows import (
     Row,
     arguments,
@@ -43,7 +44,6 @@ from benchmarks.lib.rows import (
     write_markdown,
 )
 from benchmarks.lib.timing import time_of
-from benchmarks.ops.counters import CLOCK, DURATION, Kernel, counted, kernels_of
 from lorakernels import ops
 from lorakernels.values import Scaled, Up, Weight
 

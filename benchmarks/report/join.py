@@ -63,11 +63,13 @@ def write(folder: Path, name: str, rows: Table) -> None:
 
 def join_quality(folder: Path, runs: Sequence[Path]) -> None:
     """quality_seeds, quality_curves and their summary in `folder`."""
-    from benchmarks.models.quality import PLANS, VARIANTS, summary
+    from benchmarks.lib.quality_summary import summary
+    from benchmarks.lib.quality_variants import VARIANTS
 
     def ordered(table: Table) -> Table:
         """As one run would have written it."""
-        models, variants = list(PLANS), list(VARIANTS)
+        models = list(dict.fromkeys(row["model"] for row in table))
+        variants = list(VARIANTS)
         return sorted(
             table,
             key=lambda r: (models.index(r["model"]), variants.index(r["variant"]), int(r["seed"])),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lorakernels
-from benchmarks.lib.quality_variants import fp8_head_loss
+from benchmarks.lib.quality_variants import REFERENCE, fp8_head_loss
 from tests.benchmarks.aliases import Load, RowsOf, Run
 
 CPU = torch.device("cpu")
@@ -67,7 +67,7 @@ def test_bf16_and_fp8_bases_train_alike_and_te_says_why_not(quality: Any) -> Non
 
 def test_a_seed_decides_all_but_the_base(quality: Any) -> None:
     plan = tiny(quality, p=0.1)
-    rows, curves = quality.bench_model("random", plan, [quality.REFERENCE], CPU, [0, 1, 0])
+    rows, curves = quality.bench_model("random", plan, [REFERENCE], CPU, [0, 1, 0])
     assert [row["seed"] for row in rows] == [0, 1, 0]
     assert len({(row["base"], row["loss before"]) for row in rows}) == 1
     losses = [row["held-out loss"] for row in rows]
@@ -227,7 +227,7 @@ def test_an_fp8_head_has_the_loss_and_the_gradients_of_the_head_but_for_its_roun
 @pytest.mark.gpu
 def test_a_fused_model_in_graphs_trains_like_bf16(quality: Any) -> None:
     fused = ["ours, fused + graphs", "ours, fused + graphs, FP8 head"]
-    plan, chosen = tiny(quality), [quality.REFERENCE, *fused]
+    plan, chosen = tiny(quality), [REFERENCE, *fused]
     rows, curves = quality.bench_model("random", plan, chosen, torch.device("cuda"), [0])
     assert [row["check"] for row in rows] == ["ok"] * 3, rows
     for row in rows[1:]:

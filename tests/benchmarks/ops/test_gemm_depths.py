@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.ops import counters, gemm_depths
+from benchmarks.lib import ncu
+from benchmarks.ops import gemm_depths
 
 NAMES = ("forward", "cublaslt, forward")
 KERNELS = {"forward": "void lorakernels::fp8_gemm_kernel<0, 3>(long)", NAMES[1]: "nvjet_sm90_x"}
 
 
-def kernel(name: str, cycles: float) -> counters.Kernel:
-    values = {"Kernel Name": name, counters.DURATION: "80.5", gemm_depths.TENSOR: "91.26"}
+def kernel(name: str, cycles: float) -> ncu.Kernel:
+    values = {"Kernel Name": name, ncu.DURATION: "80.5", gemm_depths.TENSOR: "91.26"}
     values[gemm_depths.CYCLES] = f"{cycles:,.2f}"
-    return counters.Kernel(values, {counters.DURATION: "us"})
+    return ncu.Kernel(values, {ncu.DURATION: "us"})
 
 
-def counted(depths: tuple[int, ...]) -> list[counters.Kernel]:
+def counted(depths: tuple[int, ...]) -> list[ncu.Kernel]:
     """Ours takes 1060 cycles for 128 of depth and 1300 beside, cuBLASLt's 1050 and 2000; sixteen tiles of each."""
     found = []
     for depth in depths:
