@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What quality.py trains: LoRA over a bf16 base by PEFT, over ours, eager and fused in graphs, over TE's."""
+"""What quality.py trains: LoRA over a bf16 base by PEFT, over ours, eager and fused in graphs, over TE's.
+
+One variant of ours has an FP8 head beside that, as `finetune --fp8-head` does.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,34 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lorakernels.graphs import GraphManager
 from torch import Tensor, nn
 
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.plain import PlainLora
 from benchmarks.peers.te import autocast, frozen_linear, te_or_unavailable
-from lorakernels import LoRAConfig, LoRAReport, PhiloxState, apply_lora, fuse
+from lorakernels import (
+    LoRAConfig,
+    LoRAReport,
+    PhiloxState,
+    apply_lora,
+    fuse,
+    linear_cross_entropy,
+    quantize_head,
+)
 from lorakernels.modules.merge import lora_modules
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REFERENCE = "hf + peft bf16"
+HEAD_ROWS = 16  # a multiple of it is the vocabulary that the FP8 kernels take
+NEVER = -1e4  # the logit of a row beyond the vocabulary, whose exponential is 0 in fp32
 Context = Callable[[], AbstractContextManager[Any]]
+Loss = Callable[[Any, Tensor], Tensor]  # of a model and int64 [rows, length]
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,21 @@ def _nothing() -> None:
     pass
 
 
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
 @dataclass(frozen=True)
 class Run:
-    """What a variant's steps need besides the model: a context around the forward, something after each step."""
+    """What a variant's steps need besides the model: a context around the forward, something after each step.
+
+    `loss` is what is trained. What is held out has the logits of `loss_of`, which a model has when it is used.
+    """
 
     context: Context = contextlib.nullcontext
     after_step: Callable[[], object] = _nothing
+    loss: Loss = loss_of
 
 
 Variant = Callable[[Any, Plan], Run]
@@ -137,9 +161,35 @@ def ours_fused(model: Any, plan: Plan) -> Run:
     return Run(after_step=after_step)
 
 
+def ours_fp8_head(model: Any, plan: Plan) -> Run:
+    """`ours_fused`, whose head multiplies in FP8 both ways while it trains."""
+    run = ours_fused(model, plan)
+    return replace(run, loss=fp8_head_loss(model.lm_head.weight))
+
+
+def fp8_head_loss(weight: Tensor) -> Loss:
+    """Of a frozen head's weight [V, K], which is quantized once.
+
+    The kernels take a V that is a multiple of HEAD_ROWS. Others get rows of zeros whose bias makes them impossible.
+    """
+    more = -len(weight) % HEAD_ROWS
+    w8, scale_inv = quantize_head(F.pad(weight.detach(), (0, 0, 0, more)))
+    bias = F.pad(weight.new_zeros(len(weight)), (0, more), value=NEVER)
+
+    def loss(model: Any, ids: Tensor) -> Tensor:
+        hidden = model.model(input_ids=ids).last_hidden_state
+        labels = F.pad(ids[:, 1:], (0, 1), value=-100)
+        return linear_cross_entropy(
+            hidden, w8, labels, bias=bias, fp8=True, weight_scale_inv=scale_inv
+        )
+
+    return loss
+
+
 VARIANTS: dict[str, Variant] = {
     REFERENCE: peft,
     "ours fp8 + lora": ours,
     "ours, fused + graphs": ours_fused,
+    "ours, fused + graphs, FP8 head": ours_fp8_head,
     "te fp8 + lora": te,
 }

@@ -8,7 +8,8 @@ library's sources byte by byte and is then adapted to pydoc's help texts in 500 
 same with two random Markov chains over bytes, in 300 steps. Each base is trained once, rounded to bf16 and given to
 every variant. A seed decides A, the order of the rows and, in each variant's own way, the dropout masks. B = 0, the
 optimizer and the fp32 adapters are the same for all. "ours, fused + graphs" calls `fuse` and replays the layers'
-graphs from step 3 on.
+graphs from step 3 on. "FP8 head" multiplies by the frozen head in FP8 as well while it trains; what is held out has
+logits in bf16, as a model has when it is used.
 
 "held-out loss" is in nats per byte, after the last step. It is the mean over the same rows and over the seeds: six for
 "demo" and two for "random", unless --seeds says otherwise. "spread" is the largest seed's loss less the smallest's,
@@ -38,10 +39,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.lib.quality_variants import REFERENCE, VARIANTS, Context, Plan, Run, te
+from benchmarks.lib.quality_summary import kind_of, summary
+from benchmarks.lib.quality_variants import VARIANTS, Context, Plan, Run, loss_of, te
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
 from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.base import Unavailable
@@ -50,7 +51,6 @@ from lorakernels.train.byte_tokenizer import VOCABULARY
 from lorakernels.train.demo import SHAPE
 from lorakernels.train.model import quiet_transformers, reproducible
 
-TOLERANCE = 0.005
 SEED_COLUMNS = (
     "model",
     "variant",
@@ -121,11 +121,6 @@ def make_base(plan: Plan, rows: Tensor, device: torch.device) -> Any:
     return model.to(dtype).requires_grad_(False)
 
 
-def loss_of(model: Any, ids: Tensor) -> Tensor:
-    logits = model(input_ids=ids).logits[:, :-1]
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
 def train(model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, run: Run) -> list[float]:
     """AdamW, 5 % warm-up, then a cosine; the loss of every step. `rows` on the model's device."""
     model.train()
@@ -137,7 +132,7 @@ def train(model: Any, rows: Tensor, plan: Plan, steps: int, lr: float, run: Run)
         ramp = min(1.0, (step + 1) / max(1, 0.05 * steps))
         optimizer.param_groups[0]["lr"] = lr * ramp * 0.5 * (1 + math.cos(math.pi * step / steps))
         with run.context():
-            loss = loss_of(model, rows[order[step]])
+            loss = run.loss(model, rows[order[step]])
         loss.backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
@@ -196,7 +191,7 @@ def bench_seed(
     except Unavailable as reason:
         check = str(reason)
     except Exception as problem:  # a peer's own limits are its row's business; ours are wrong
-        check = f"{_kind(variant, 'raised')}: {type(problem).__name__}: {problem}"
+        check = f"{kind_of(variant, 'raised')}: {type(problem).__name__}: {problem}"
     values = (
         name,
         variant,
@@ -211,51 +206,12 @@ def bench_seed(
     return dict(zip(SEED_COLUMNS, values, strict=True)), curve
 
 
-def _kind(variant: str, otherwise: str) -> str:
-    return otherwise if variant.startswith("te") else "WRONG"
-
-
 def checksum(model: nn.Module) -> str:
     """Of all parameters, bit for bit."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:8]
-
-
-def summary(rows: list[Row]) -> list[Row]:
-    """One row for each model and variant from those of its seeds, judged by the bf16 base's of the same model."""
-    found: dict[tuple[object, object], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["variant"]), []).append(row)
-    return [_summed(of, found.get((model, REFERENCE), [])) for (model, _), of in found.items()]
-
-
-def _summed(rows: list[Row], bf16: list[Row]) -> Row:
-    """A mean too far above bf16's is WRONG if it is ours."""
-    check = next((str(row["check"]) for row in rows if row["check"] != "ok"), "ok")
-    losses, theirs = ([float(str(r["held-out loss"] or "nan")) for r in of] for of in (rows, bf16))
-    mean, off = sum(losses) / len(losses), math.nan
-    if check == "ok" and bf16:
-        off = mean / (sum(theirs) / len(theirs))
-        if {row["seed"] for row in rows} != {row["seed"] for row in bf16} or math.isnan(off):
-            check = "not judged: bf16's has not run with the same seeds"
-        elif {row["base"] for row in rows} != {bf16[0]["base"]}:
-            check = f"WRONG: trained another base than {bf16[0]['base']}"
-        elif not off <= 1 + TOLERANCE:
-            kind = _kind(str(rows[0]["variant"]), "missed")
-            check = f"{kind}: more than {TOLERANCE:.1%} above bf16's"
-    seconds = sum(float(str(row["seconds"] or 0)) for row in rows) / len(rows)
-    return {
-        **{name: rows[0][name] for name in ("model", "variant")},
-        "check": check,
-        "seeds": len(rows),
-        **{name: rows[0][name] for name in ("steps", "base", "loss before")},
-        "held-out loss": "" if math.isnan(mean) else round(mean, 5),
-        "spread": "" if math.isnan(mean) else round(max(losses) - min(losses), 5),
-        "÷ bf16": "" if math.isnan(off) else round(off, 5),
-        "seconds": round(seconds, 1),
-    }
 
 
 def in_parallel(

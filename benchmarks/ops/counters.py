@@ -18,19 +18,16 @@ Needs `ncu` and leave to read the counters; the clocks are left alone. Columns, 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from benchmarks.lib.ncu import Kernel, counted, kernels_of
 from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
 from lorakernels import DelayedScaling, ops
 from lorakernels.state.fp8 import FP8State
@@ -52,24 +49,7 @@ COLUMNS = {  # of the table: Nsight Compute's metric
     "FMA %": "sm__pipe_fmaheavy_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "warps %": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-DURATION, CLOCK = "gpu__time_duration.sum", "gpc__cycles_elapsed.avg.per_second"
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
-TO_MICROSECONDS = {
-    "nsecond": 1e-3,
-    "ns": 1e-3,
-    "usecond": 1.0,
-    "us": 1.0,
-    "msecond": 1e3,
-    "ms": 1e3,
-}
-TO_GHZ = {
-    "cycle/nsecond": 1.0,
-    "Ghz": 1.0,
-    "GHz": 1.0,
-    "cycle/usecond": 1e-3,
-    "Mhz": 1e-3,
-    "MHz": 1e-3,
-}
 
 
 def step(m: int, n: int, k: int, rank: int) -> None:
@@ -122,60 +102,24 @@ def step(m: int, n: int, k: int, rank: int) -> None:
 
 
 def rows_of(text: str) -> list[Row]:
-    """The table's rows from `ncu --page raw --csv`: a line of names, a line of units, a line per kernel.
-
-    Raises:
-        ValueError: there is no such table in `text`.
-    """
-    lines = list(csv.reader(io.StringIO(text)))
-    start = next((i for i, line in enumerate(lines) if "Kernel Name" in line), None)
-    if start is None:
-        raise ValueError(f"ncu printed no table of kernels, but: {text[:500]}")
-    names, units = lines[start], lines[start + 1]
-    unit = dict(zip(names, units, strict=True))
-    return [
-        _row(dict(zip(names, line, strict=True)), unit)
-        for line in lines[start + 2 :]
-        if len(line) == len(names)
-    ]
+    """The table's rows from what `kernels_of` reads, and it raises what that raises."""
+    return [_row(kernel) for kernel in kernels_of(text)]
 
 
-def _row(found: dict[str, str], unit: dict[str, str]) -> Row:
-    def number(metric: str) -> float:
-        return float(found[metric].replace(",", ""))
-
+def _row(kernel: Kernel) -> Row:
     stalls = {
-        m[1]: number(name)
-        for name in found
+        m[1]: kernel.number(name)
+        for name in kernel.values
         if (m := STALL.fullmatch(name)) and m[1] not in ("selected", "not_selected")
     }
     worst = max(stalls, key=lambda reason: stalls[reason])
     return {
-        "kernel": short_name(found["Kernel Name"]),
-        "µs": round(number(DURATION) * TO_MICROSECONDS[unit[DURATION]], 1),
-        "GHz": round(number(CLOCK) * TO_GHZ[unit[CLOCK]], 2),
-        **{column: round(number(metric), 1) for column, metric in COLUMNS.items()},
+        "kernel": kernel.name,
+        "µs": round(kernel.microseconds, 1),
+        "GHz": round(kernel.ghz, 2),
+        **{column: round(kernel.number(metric), 1) for column, metric in COLUMNS.items()},
         "waits for": f"{worst.replace('_', ' ')} ({stalls[worst]:.1f})",
     }
-
-
-def short_name(kernel: str) -> str:
-    """A kernel's name without namespace, arguments and the template's types."""
-    name = kernel.replace("(anonymous namespace)::", "").replace("<unnamed>::", "")
-    return name.removeprefix("void ").replace("lorakernels::", "").partition("(")[0][:70]
-
-
-def counted(shape: str, rank: int) -> str:
-    """What `ncu --page raw --csv` prints of one step, which runs in a process under it."""
-    with TemporaryDirectory() as folder:
-        report = str(Path(folder) / "report")
-        again = [sys.executable, __file__, "--only-step", "--shape", shape, "--rank", str(rank)]
-        sections = [word for section in SECTIONS for word in ("--section", section)]
-        options = ["--clock-control", "none", "--profile-from-start", "off", *sections]
-        profile = ["ncu", *options, "-o", report, *again]
-        subprocess.run(profile, check=True, stdout=subprocess.DEVNULL)
-        show = ["ncu", "-i", report + ".ncu-rep", "--page", "raw", "--csv"]
-        return subprocess.run(show, check=True, capture_output=True, text=True).stdout
 
 
 def main() -> None:
@@ -194,7 +138,9 @@ def main() -> None:
         return step(m, n, k, args.rank)
     if shutil.which("ncu") is None or not torch.cuda.is_available():
         raise SystemExit("counters need a GPU and ncu on PATH")
-    rows = rows_of(counted(args.shape, args.rank))
+    again = [sys.executable, __file__, "--only-step", "--shape", args.shape]
+    sections = [word for section in SECTIONS for word in ("--section", section)]
+    rows = rows_of(counted([*again, "--rank", str(args.rank)], sections))
     problem = {"shape": args.shape, "rank": str(args.rank)}
     facts = {**environment(torch.device("cuda")), **problem}
     print(table(rows))

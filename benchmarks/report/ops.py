@@ -104,7 +104,7 @@ def op_table(results: dict[str, list[Row]]) -> str:
     lines: list[list[str]] = []
     runs: list[Row] = []
     for op in OPS:
-        found = list(_op_lines(op, results.get(op.csv, [])))
+        found = list(lines_of(op, results.get(op.csv, [])))
         lines += [cells for cells, _ in found]
         runs += [row for _, row in found]
     if not lines:
@@ -118,7 +118,8 @@ def op_table(results: dict[str, list[Row]]) -> str:
     return title + "\n\n" + markdown([head, ["---"] * len(head), *lines])
 
 
-def _op_lines(op: Op, rows: list[Row]) -> Iterator[tuple[list[str], Row]]:
+def lines_of(op: Op, rows: list[Row]) -> Iterator[tuple[list[str], Row]]:
+    """The op's lines, each with its row: problem, µs, ÷ floor, ÷ cuBLASLt, the fastest other."""
     key = "M x N x K" if op.ratio == "÷ cublaslt" else "shape"
     for row in rows:
         chosen = all(row.get(name) in values for name, values in op.where.items())

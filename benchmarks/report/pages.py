@@ -17,9 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.goals import targets, times
+from benchmarks.lib.goals import NODE, targets, times
 from benchmarks.report.bounds import bound_table, plan_table
 from benchmarks.report.headlines import headlines
+from benchmarks.report.kernels import BESIDE, beside_table, depths_table, parts_table
 from benchmarks.report.ops import Row, find, markdown, number, op_table, run_of
 from benchmarks.report.plots import BY_H100, draw_all
 from benchmarks.report.recipes import recipes
@@ -48,10 +49,12 @@ def read(folder: Path) -> dict[str, list[Row]]:
 
 
 def records(folder: Path) -> dict[str, list[Row]]:
-    """`read(folder)`; beside H200's results, what an H100 alone has measured."""
+    """`read(folder)`; with H200's, what an H100 has measured, BESIDE the same or alone, and a NODE."""
     results = read(folder)
     if folder == RESULTS:
-        results |= {name: rows for name, rows in read(H100).items() if name in MADE_BY_H100}
+        for name, rows in read(H100).items():
+            results[name if name in MADE_BY_H100 else BESIDE + name] = rows
+        results |= {NODE + name: rows for name, rows in read(RESULTS.parent / "h200x8").items()}
     return results
 
 
@@ -63,6 +66,8 @@ def tables(results: dict[str, list[Row]]) -> str:
         _users_table(results.get("check_gpu", [])),
         _generate_table(results.get("generate", [])),
         op_table(results),
+        beside_table(results),
+        depths_table(results),
         _layer_table(results.get("lora_linear", [])),
         _decoder_layer_table(layers),
         _image("milliseconds of a decoder layer", "decoder_layer") if layers else "",
@@ -82,6 +87,7 @@ def tables(results: dict[str, list[Row]]) -> str:
         _target_table(results),
         bound_table(targets(), results),
         plan_table(results),
+        parts_table(results),
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -23,7 +23,7 @@ def results() -> Any:
 
 def test_every_target_s_record_has_bounds(load: Load) -> None:
     targets = list(load("report.pages").targets())
-    met = {"fp8_grad_input", "bias_dropout_add", "generate"}
+    met = {"fp8_grad_input", "bias_dropout_add", "generate", "h200x8/sharded_base"}
     assert {target.csv for target in targets} - met == set(bounds.BOUNDS)
 
 
