@@ -132,7 +132,7 @@ def quantize_lora_down(
 ) -> None: ...
 
 # out: y, bias, residual. types: of y, residual and s; of B; of the bias; and whether each row of the weight has a scale
-# of its own. Rows of s and B are as long as the rank, rounded up to a multiple of 8. weight.t is not read.
+# of its own. Rows of s and B are as long as the rank, rounded up to a multiple of 8.
 def fp8_linear_lora(
     out: tuple[Address, Address, Address],
     x: Scaled,
@@ -145,7 +145,7 @@ def fp8_linear_lora(
 ) -> None: ...
 
 # out: dx, ds and A. types: of dx and ds; of A; of dy. Rows of ds are as long as the rank, rounded up to a multiple of
-# 8. weight.t is multiplied where there is one, or else weight.data as it lies.
+# 8. The weight is multiplied as it lies.
 def fp8_grad_input(
     out: tuple[Address, Address, Address],
     dy: Scaled,
@@ -157,7 +157,7 @@ def fp8_grad_input(
     where: Where,
 ) -> None: ...
 
-# The same, with scale_inv [⌈K/128⌉, M] of x and dy, and a weight's of 128 × 128; by_column False, weight.t None.
+# The same, with scale_inv [⌈K/128⌉, M] of x and dy, and a weight's of 128 × 128; by_column False.
 def fp8_block_linear(
     out: tuple[Address, Address, Address],
     x: Scaled,
@@ -168,6 +168,8 @@ def fp8_block_linear(
     tiles: Tiles,
     where: Where,
 ) -> None: ...
+
+# with weight.data transposed, [K, N]
 def fp8_block_grad_input(
     out: tuple[Address, Address, Address],
     dy: Scaled,

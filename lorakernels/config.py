@@ -220,12 +220,11 @@ Recipe = DelayedScaling | BlockScaling
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus two of our own.
+    """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus one of our own.
 
     `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
-    `fp8=None` keeps the base weight in its own dtype. `weight_layout="both"` holds a second, transposed FP8 copy of it,
-    under DelayedScaling alone. "olora", "pissa" and "pissa_niter_N" start from the base weight and change it, as in
-    PEFT: `lorakernels.modules.initial` has the formulas.
+    `fp8=None` keeps the base weight in its own dtype. "olora", "pissa" and "pissa_niter_N" start from the base weight
+    and change it, as in PEFT: `lorakernels.modules.initial` has the formulas.
 
     Raises:
         TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.
@@ -247,7 +246,6 @@ class LoRAConfig:
     bias: Literal["none", "all", "lora_only"] = "none"
     init_lora_weights: bool | str = True
     fp8: Recipe | None = field(default_factory=DelayedScaling)
-    weight_layout: Literal["single", "both"] = "single"
 
     def __post_init__(self) -> None:
         where = "LoRAConfig"
@@ -291,8 +289,6 @@ class LoRAConfig:
                 "LoRAConfig.fp8 must be a DelayedScaling, a BlockScaling or None (the base stays as it is), "
                 f"got {self.fp8!r}"
             )
-        _choice(where, "weight_layout", self.weight_layout, ("single", "both"))
-        check_layout(where, self.fp8, self.weight_layout)
 
     @property
     def changes_base(self) -> bool:
@@ -338,14 +334,6 @@ class LoRAConfig:
                 f"LoRAConfig.layers_pattern={self.layers_pattern!r} needs layers_to_transform, "
                 "got None"
             )
-
-
-def check_layout(where: str, fp8: Recipe | None, weight_layout: str) -> None:
-    """ValueError for a second, transposed copy of a block-scaled weight: one copy serves both directions."""
-    if isinstance(fp8, BlockScaling) and weight_layout != "single":
-        raise ValueError(
-            f"{where}.weight_layout must be 'single' under BlockScaling, got {weight_layout!r}"
-        )
 
 
 def matching(patterns: Mapping[str, Any], path: str) -> Iterator[Any]:

@@ -88,12 +88,10 @@ class Weight(NamedTuple):
     Attributes:
         data: [N, K], plain or uint8 bytes of e4m3.
         scale_inv: fp32 [1], or [N] for a scale of each row; None for a plain matrix.
-        t: its transposed bytes [K, N], where the layer keeps them for backward.
     """
 
     data: Tensor
     scale_inv: Tensor | None = None
-    t: Tensor | None = None
 
 
 class Groups(NamedTuple):

@@ -57,7 +57,6 @@ BAD_LORA = [
     ),
     ("init_lora_weights", 1, ValueError, "got 1"),
     ("fp8", True, TypeError, "a DelayedScaling, a BlockScaling or None .*got True"),
-    ("weight_layout", "triple", ValueError, "'single' or 'both', got 'triple'"),
 ]
 BAD_RECIPE = [
     ("margin", 0.5, TypeError, "an int, got 0.5"),

@@ -23,7 +23,6 @@ MORE = {
     ("lorakernels/autograd/linear_cross_entropy.py", "linear_cross_entropy"): OPTIONS,
     ("lorakernels/checkpoints/loading.py", "load_quantized"): OPTIONS,
     ("lorakernels/loops/attached.py", "attach"): OPTIONS,
-    ("lorakernels/modules/frozen.py", "__init__"): "nn.Linear's five, and what makes it FP8",
     ("lorakernels/modules/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }
 SOURCES = sorted(  # with the extension's functions, in _C.pyi

@@ -45,7 +45,6 @@ MAKE: dict[str, Callable[[LayerCase], LayerPeer]] = {
     "ours, fp8": partial(Ours, save="fp8"),
     "ours, checkpoint": partial(Ours, save="checkpoint"),
     "ours, blocks": partial(OursInBlocks, save="recompute"),
-    "ours, recompute, both": partial(Ours, save="recompute", weight_layout="both"),
 }
 NOT_GRAPHED = ("hf bf16, no lora", "hf + peft bf16, compiled")
 GRAPHED = ", graphed"

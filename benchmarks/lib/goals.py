@@ -61,13 +61,9 @@ def targets() -> Iterator[Target]:
         ):
             what = f"{forward}, {times(shape)}, R = {rank}"
             yield _gemm("fp8_linear_lora", what, shape, bound, rank=rank, provider="ours")
-    for layout, bound in (("both", 1.03), ("single", 1.06)):
-        what = (
-            f"`fp8_grad_input` with mask ÷ cuBLASLt's GEMM on a ready Wᵀ, {times(square)}, "
-            f"R = 16, {layout}"
-        )
-        provider = f"ours, {layout}, mask given"  # as the layer's backward calls it
-        yield _gemm("fp8_grad_input", what, square, bound, rank=16, p=0.1, provider=provider)
+    what = f"`fp8_grad_input` with mask ÷ cuBLASLt's GEMM on a ready Wᵀ, {times(square)}, R = 16"
+    provider = "ours, single, mask given"  # as the layer's backward calls it
+    yield _gemm("fp8_grad_input", what, square, 1.06, rank=16, p=0.1, provider=provider)
     for op, bound, where in (
         ("quantize_lora_down", 1.3, {"p": 0.1, "mode": "delayed"}),
         # as a layer's backward calls them
@@ -83,10 +79,7 @@ def targets() -> Iterator[Target]:
         op = "bias_dropout_add"
         yield Target(what, op, {**where, "provider": "ours"}, "÷ floor", 1.15)
     layer = f"`LoRALinear` forward + backward, {times(square)}"
-    yield _layer(
-        f"{layer} ÷ TE FP8 without LoRA, both", square, "ours fp8, both", "÷ te base", 0.98
-    )
-    yield _layer(f"{layer} ÷ TE FP8 without LoRA, single", square, "ours fp8", "÷ te base", 1.02)
+    yield _layer(f"{layer} ÷ TE FP8 without LoRA", square, "ours fp8", "÷ te base", 1.02)
     yield _layer(f"{layer} ÷ TE FP8 + LoRA", square, "ours fp8", "÷ te + lora", 0.70)
     yield _layer(f"{layer} ÷ PEFT bf16", square, "ours fp8", "÷ peft", 0.46)
     small = "4096x4096x4096"
@@ -173,17 +166,15 @@ def _sharded_targets() -> Iterator[Target]:
 
 def _decoder_layer_targets() -> Iterator[Target]:
     layer = "decoder layer, LoRA on q, k, v, o, graphed ÷ `te.TransformerLayer` FP8 without LoRA"
-    for size, shape, bound, kinds in (
-        ("large", "8192 hidden, 8192 tokens", 0.96, ("recompute", "fp8", "recompute, both")),
-        ("medium", "4096 hidden, 2048 tokens", 0.90, ("recompute", "recompute, both")),
-        ("small", "2048 hidden, 1024 tokens", 0.90, ("recompute", "recompute, both")),
+    for size, shape, bound, saves in (
+        ("large", "8192 hidden, 8192 tokens", 0.96, ("recompute", "fp8")),
+        ("medium", "4096 hidden, 2048 tokens", 0.90, ("recompute",)),
+        ("small", "2048 hidden, 1024 tokens", 0.85, ("recompute",)),
     ):
-        for kind in kinds:
-            where: dict[str, object] = {"size": size, "provider": f"ours, {kind}, graphed"}
-            save, _, both = kind.partition(", ")
-            least = 0.85 if size == "small" and not both else bound
-            what = f'{layer}, {shape}, `save="{save}"`' + ", weights in both layouts" * bool(both)
-            yield Target(what, "decoder_layer", where, "÷ te layer", least)
+        for save in saves:
+            where: dict[str, object] = {"size": size, "provider": f"ours, {save}, graphed"}
+            what = f'{layer}, {shape}, `save="{save}"`'
+            yield Target(what, "decoder_layer", where, "÷ te layer", bound)
     where = {"size": "large", "provider": "ours, fp8"}
     what = 'MB that this layer saves for backward, 8192 hidden, 8192 tokens, `save="fp8"`'
     yield Target(what, "decoder_layer", where, "saved MB", 1100)
@@ -235,7 +226,7 @@ def _end_to_end_targets() -> Iterator[Target]:
             "Llama-3.1-8B",
             "ours, fast, one graph",
             "× hf + peft",
-            "the same, a step as one graph, weights in both layouts",
+            'the same, a step as one graph, `save="full"`',
             2.1,
         ),
         (

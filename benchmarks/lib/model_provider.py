@@ -21,7 +21,6 @@ from benchmarks.peers.models import SPECS
 from benchmarks.peers.training import HfPeft, HfTe, Ours, OursInBlocks, Training
 from lorakernels.train.flops import Peak, find_peak
 
-FAST: dict[str, Any] = {"save": "full", "weight_layout": "both"}  # where memory is there
 PROVIDERS: dict[str, Callable[..., Training]] = {
     "hf + peft bf16": HfPeft,
     "hf + peft bf16, liger": partial(HfPeft, liger=True),
@@ -35,8 +34,10 @@ PROVIDERS: dict[str, Callable[..., Training]] = {
     "ours, one graph": partial(Ours, graphs="iteration"),
     "ours, blocks, eager": OursInBlocks,
     "ours, blocks, one graph": partial(OursInBlocks, graphs="iteration"),
-    "ours, fast, one graph": partial(Ours, graphs="iteration", **FAST),
-    "ours, fast, FP8 head, one graph": partial(Ours, graphs="iteration", fp8_head=True, **FAST),
+    "ours, fast, one graph": partial(Ours, graphs="iteration", save="full"),
+    "ours, fast, FP8 head, one graph": partial(
+        Ours, graphs="iteration", save="full", fp8_head=True
+    ),
     "ours, fit, eager": partial(Ours, save="fit"),
     "ours, fit, graphs by layer": partial(Ours, graphs="layer", save="fit"),
     "ours, fit, offload, graphs by layer": partial(Ours, graphs="layer", save="fit, offload"),

@@ -17,7 +17,7 @@ has a process of its own, one after the other. Columns:
     start s              until the first measured step: weights, warm-up, compilation, capture
     × hf + peft, …       tokens/s over that peer's
 
-"ours" keeps one layout of the weights and saves what save="recompute" does. "fast" keeps both layouts and save="full".
+"ours" saves what save="recompute" does, and "fast" what save="full" does.
 
 "check" is "ok", or says why there are no numbers. A peer may run out of memory; that is its result. Whatever ours
 raises is WRONG, and so is a first loss that differs by more than 2 % from bf16's. The exit code is then 1.

@@ -75,9 +75,9 @@ def step(m: int, n: int, k: int, rank: int) -> None:
         drawn = dropout._replace(dropped=mask)
         ops.lora_grad_a(ds, Scaled(x8, x_inv), drawn, torch.float32)
         weight_t = ops.transpose_fp8(weight)
-        both, grad = Weight(weight, one, weight_t), Scaled(dy8, dy_inv)
+        frozen, grad = Weight(weight, one), Scaled(dy8, dy_inv)
         for split in (True, False):
-            ops.fp8_grad_input(grad, e5m2, both, ds, a, drawn, x.dtype, split)
+            ops.fp8_grad_input(grad, e5m2, frozen, ds, a, drawn, x.dtype, split)
         for left, scale, right, fast in (
             (x8.view(e4m3), x_inv, weight, True),
             (dy8.view(e5m2), dy_inv, weight_t, False),

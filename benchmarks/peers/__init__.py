@@ -28,9 +28,7 @@ PEERS: dict[str, Callable[[Case], Peer]] = {
     "hand autograd bf16": HandAutograd,
     "ours bf16": OursPlainBase,
     "ours fp8": Ours,
-    "ours fp8, both": partial(Ours, weight_layout="both"),
     "ours fp8, graphed": partial(Graphed, of=Ours),
-    "ours fp8, both, graphed": partial(Graphed, of=partial(Ours, weight_layout="both")),
 }
 
 __all__ = ["PEERS", "Case", "Peer", "Unavailable"]

@@ -27,7 +27,6 @@ def adapt_in_fp8(
     targets: Iterable[str],
     *,
     p: float,
-    weight_layout: str = "single",
     rng_state: Any = None,
     adapter_dtype: torch.dtype = torch.float32,
 ) -> LoRAReport:
@@ -38,15 +37,14 @@ def adapt_in_fp8(
         lora_dropout=p,
         target_modules=list(targets),
         fp8=DelayedScaling(),
-        weight_layout=weight_layout,
     )
     report = apply_lora(model, config, adapter_dtype=adapter_dtype, rng_state=rng_state)
     assert report.fp8_state is not None
-    hold_in_fp8(model, report.fp8_state, weight_layout)
+    hold_in_fp8(model, report.fp8_state)
     return report
 
 
-def hold_in_fp8(model: nn.Module, state: FP8State, weight_layout: str = "single") -> None:
+def hold_in_fp8(model: nn.Module, state: FP8State) -> None:
     """Every linear layer of model.model.layers that has no adapter: frozen in FP8, its scales in `state`."""
     layers: Any = model.get_submodule("model.layers")
     for path, old in list(layers.named_modules(prefix="model.layers")):
@@ -57,7 +55,5 @@ def hold_in_fp8(model: nn.Module, state: FP8State, weight_layout: str = "single"
             continue
         state.register(path)
         parent, _, name = path.rpartition(".")
-        new = FrozenFP8Linear.from_linear(
-            old, state.recipe, fp8_state=state, name=path, weight_layout=weight_layout
-        )
+        new = FrozenFP8Linear.from_linear(old, state.recipe, fp8_state=state, name=path)
         setattr(model.get_submodule(parent), name, new)

@@ -141,17 +141,13 @@ class Ours(HfLayer):
 
     fp8 = True
 
-    def __init__(
-        self, case: LayerCase, save: str | None = None, weight_layout: str = "single"
-    ) -> None:
-        self.save, self.weight_layout = save, weight_layout
+    def __init__(self, case: LayerCase, save: str | None = None) -> None:
+        self.save = save
         super().__init__(case)
 
     def adapt(self, model: Any) -> None:
         rng = PhiloxState(1, self.case.device)  # as `lorakernels finetune` has it
-        report = adapt_in_fp8(
-            model, ADAPTED, p=self.case.p, weight_layout=self.weight_layout, rng_state=rng
-        )
+        report = adapt_in_fp8(model, ADAPTED, p=self.case.p, rng_state=rng)
         for name in ADAPTED:
             lora = linear_of(self.module, name)
             self.adopt(name, lora.lora_A, lora.lora_B)

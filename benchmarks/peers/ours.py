@@ -15,14 +15,13 @@ from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
 class Ours(Peer):
     """fp32 adapters, as PEFT keeps them."""
 
-    def __init__(self, case: Case, weight_layout: str = "single", fp8: bool = True) -> None:
+    def __init__(self, case: Case, fp8: bool = True) -> None:
         super().__init__(case)
         config = LoRAConfig(
             r=case.rank,
             lora_alpha=case.scaling * case.rank,
             lora_dropout=case.p,
             fp8=DelayedScaling() if fp8 else None,
-            weight_layout=weight_layout,
         )
         self.layer = LoRALinear.from_linear(case.linear(), config)
         self.fp8 = fp8

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -228,9 +228,9 @@ class Ours(Training):
     """`load_quantized`, `fuse`, then as `graphs` says: None eager, "layer" by GraphManager or "iteration" by StepGraph.
 
     `save` is `fuse`'s; "fit" chooses it per layer so that all of it fits the device, and "fit, offload" with what is
-    offloaded as well. `weight_layout` is LoRAConfig's, `fp8_head` linear_cross_entropy's `fp8`, of a weight that is
-    quantized once. `base` is more of `load_quantized`'s options, such as `mesh` and
-    `offload`. `spare` is the part of the GPU that "fit" leaves to the allocator.
+    offloaded as well. `fp8_head` is linear_cross_entropy's `fp8`, of a weight that is quantized once. `base` is more of
+    `load_quantized`'s options, such as `mesh` and `offload`. `spare` is the part of the GPU that "fit" leaves to the
+    allocator.
     """
 
     fp8 = True
@@ -245,7 +245,6 @@ class Ours(Training):
         device: torch.device,
         graphs: str | None = None,
         save: str | None = "recompute",
-        weight_layout: Literal["single", "both"] = "single",
         fp8_head: bool = False,
         base: dict[str, Any] | None = None,
         spare: float = SPARE,
@@ -253,7 +252,6 @@ class Ours(Training):
         if graphs is not None and device.type != "cuda":
             raise Unavailable("needs a GPU")
         self.graphs, self.save, self.spare = graphs, save, spare
-        self.weight_layout = weight_layout
         self.base = base or {}
         self.saves: list[str] = []  # of `fuse`, layer by layer
         self.rng = PhiloxState(self.seed, device)
@@ -274,8 +272,7 @@ class Ours(Training):
         return self.model.model.norm.weight.dtype
 
     def build(self) -> Any:
-        held: dict[str, Any] = {"fp8": self.recipe, "weight_layout": self.weight_layout}
-        config = self.spec.lora(self.adapted, self.dropout, **held)
+        config = self.spec.lora(self.adapted, self.dropout, fp8=self.recipe)
         shape = self.spec.config()
         loaded = lorakernels.load_quantized(
             Random(shape, self.device),

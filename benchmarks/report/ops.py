@@ -37,7 +37,7 @@ OPS = (
         {"rank": ("16",), "p": ("0.1",)},
         ("rank",),
         "÷ cublaslt",
-        ("ours, both, mask given", "ours, single, mask given"),
+        ("ours, single, mask given",),
     ),
     Op(
         "quantize_lora_down",

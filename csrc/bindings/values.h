@@ -56,9 +56,8 @@ struct Scaled {
 
 struct Weight {
   Address data, scale_inv;
-  std::optional<Address> t;
 
-  static constexpr auto members() { return in_order(&Weight::data, &Weight::scale_inv, &Weight::t); }
+  static constexpr auto members() { return in_order(&Weight::data, &Weight::scale_inv); }
 };
 
 struct Up {

@@ -103,7 +103,6 @@ def compiled_linear_forward(
     x: Tensor,
     weight: Tensor,
     weight_scale_inv: Tensor | None,
-    weight_t: Tensor | None,
     bias: Tensor | None,
     lora_A: Tensor | None,
     lora_B: Tensor | None,
@@ -128,7 +127,7 @@ def compiled_linear_forward(
     if state is not None and not (owns_x and x8 is not None):
         state.begin(x.device, numbers.column_dy, training)
     spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
-    frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
     if x8 is None and weight_scale_inv is not None:
         call = Call(spec, slot, *_states(state))
         found = planned_forward(x, bias, adapter, frozen, call)
@@ -140,7 +139,7 @@ def compiled_linear_forward(
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, handle, training,
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, training,
     scaling=None, p=None, mask=None, x8=None, x_scale_inv=None,
 ):  # fmt: skip
     y = empty(x, x.shape[0], weight.shape[0])
@@ -160,7 +159,6 @@ def compiled_linear_backward(
     s: Tensor | None,
     weight: Tensor | None,
     weight_scale_inv: Tensor | None,
-    weight_t: Tensor | None,
     lora_A: Tensor | None,
     lora_B: Tensor | None,
     bias: Tensor | None,
@@ -182,7 +180,7 @@ def compiled_linear_backward(
     spec = _spec(numbers, scaling, p, mask, numbers.column_dy, training)
     need, (state_x, state_dy) = Needs(*needs), _states(state)
     saved = Saved(
-        Weight(weight, weight_scale_inv, weight_t) if weight is not None else None,
+        Weight(weight, weight_scale_inv) if weight is not None else None,
         Adapter(lora_A, lora_B, s),
         None if operand is None else Scaled(operand, x_scale_inv),
         Call(spec, slot, None, state_dy),
@@ -198,7 +196,7 @@ def compiled_linear_backward(
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B, bias,
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B, bias,
     slot, handle, needs, training, scaling=None, p=None, mask=None,
 ):  # fmt: skip
     need = Needs(*needs)
@@ -212,12 +210,12 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_scale_inv, weight_t, bias, *others = inputs
+    x, weight, weight_scale_inv, bias, *others = inputs
     lora_A, lora_B, slot, handle, training, scaling, p, mask, x8, x_scale_inv = others
     _, made8, made_scale_inv, s = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(made8, made_scale_inv, s)
-    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 5, 6, 4)))
+    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 4, 5, 3)))
     if weight_scale_inv is not None and x8 is None:
         x8, x_scale_inv = made8, made_scale_inv
     by_reference = needs.x or needs.A
@@ -228,7 +226,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         s if needs.B else None,
         weight if planned else None,
         weight_scale_inv if planned else None,
-        weight_t if planned else None,
         lora_A if by_reference else None,
         lora_B if by_reference or needs.B else None,
         bias if needs.bias else None,
@@ -245,7 +242,7 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | 
         return tuple(found)
     *tensors, mask = ctx.saved_tensors
     grads = backward_op(dy, *tensors, list(ctx.needs[:4]), *ctx.numbers, mask)
-    for place, grad, needed in zip((0, 5, 6, 4), grads, ctx.needs, strict=False):
+    for place, grad, needed in zip((0, 4, 5, 3), grads, ctx.needs, strict=False):
         found[place] = grad if needed else None
     return tuple(found)
 
@@ -273,10 +270,10 @@ def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) 
 def _forward_operands(
     numbers: Numbers, args: Sequence[Any]
 ) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
-    """What `forward_plan` takes, from the first ten arguments of `compiled_linear_forward`."""
-    x, weight, weight_scale_inv, weight_t, bias, lora_A, lora_B, slot, _, training = args
+    """What `forward_plan` takes, from the first nine arguments of `compiled_linear_forward`."""
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
     spec = _spec(numbers, None, None, None, numbers.column_x, training)
-    frozen, adapter = Weight(weight, weight_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
     return x, bias, adapter, frozen, Call(spec, slot, *_states(numbers.state))
 
 
@@ -284,34 +281,34 @@ def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
     if args[2] is None:  # a plain weight
         return None
     planned = forward_plan(*_forward_operands(numbers, args))
-    return _found(planned, args, (0, 4, 5, 6, 1, 2, 3, 7))
+    return _found(planned, args, (0, 3, 4, 5, 1, 2, 6))
 
 
 def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`compiled_linear_forward` behind the state's `begin`."""
-    x, bias, adapter, weight, call = _forward_operands(numbers_of(args[8]), args)
+    x, bias, adapter, weight, call = _forward_operands(numbers_of(args[7]), args)
     return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
 
 
 def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
-    dy, operand, x_scale_inv, s, weight, weight_scale_inv, weight_t, lora_A, lora_B = args[:9]
-    slot, needs, training = args[10], args[12], args[13]
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B = args[:8]
+    slot, needs, training = args[9], args[11], args[12]
     if weight_scale_inv is None:
         return None
     state_x, state_dy = _states(numbers.state)
     spec = _spec(numbers, None, None, None, numbers.column_dy, training)
     saved = Saved(
-        Weight(weight, weight_scale_inv, weight_t),
+        Weight(weight, weight_scale_inv),
         Adapter(lora_A, lora_B, s),
         None if operand is None else Scaled(operand, x_scale_inv),
         Call(spec, slot, None, state_dy),
     )
     planned = backward_plan(dy, saved, Needs(*needs), state_x)
-    return _found(planned, args, (0, 7, 8, 4, 5, 6, 3, 1, 2, 10))
+    return _found(planned, args, (0, 6, 7, 4, 5, 3, 1, 2, 9))
 
 
-launch_ahead(forward_op, 8, 10, _forward_found, _forward_by_ops, begins=True)
-launch_ahead(backward_op, 11, 14, _backward_found, compiled_linear_backward, begins=False)
+launch_ahead(forward_op, 7, 9, _forward_found, _forward_by_ops, begins=True)
+launch_ahead(backward_op, 10, 13, _backward_found, compiled_linear_backward, begins=False)
 
 
 def is_compiling() -> bool:
@@ -329,7 +326,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 def compiled_linear(
     x: Tensor,
-    base: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    base: tuple[Tensor, Tensor | None, Tensor | None],
     adapter: tuple[Tensor | None, Tensor | None],
     slot: Tensor | None,
     handle: Tensor,
@@ -338,8 +335,8 @@ def compiled_linear(
 ) -> Tensor:
     """`lora_linear` for a trace: x [..., K] → [..., N].
 
-    `base` is (weight, its scale_inv, its transposed copy, bias), `adapter` is (A, B). `options` are the optional
-    arguments of `compiled_linear_forward`.
+    `base` is (weight, its scale_inv, bias), `adapter` is (A, B). `options` are the optional arguments of
+    `compiled_linear_forward`.
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]

@@ -47,7 +47,7 @@ class _Context:
 
     def __init__(self, saved: Saved, dtypes: tuple[torch.dtype | None, ...]) -> None:
         lora_A, lora_B, s = saved.adapter
-        weight, operand = saved.weight or (None,) * 3, saved.operand or (None, None)
+        weight, operand = saved.weight or (None, None), saved.operand or (None, None)
         self.saved_tensors = (*weight, lora_A, lora_B, saved.call.slot, *operand, s)
         self.state_dy, self.spec, self.dtypes = saved.call.state_dy, saved.call.spec, dtypes
 

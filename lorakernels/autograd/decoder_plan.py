@@ -30,7 +30,6 @@ _TENSORS = (
     "weight",
     "scale_inv",
     "grad_scale_inv",
-    "weight_t",
     "bias",
     "multiplier",
     "lora_A",

@@ -36,7 +36,6 @@ def _save(
     ctx.save_for_backward(
         weight.data if needs.x else None,
         weight.scale_inv if needs.x else None,
-        weight.t if needs.x else None,
         lora_A if needs.x else None,
         lora_B if needs.x or needs.A or needs.B else None,
         call.slot if needs.x or needs.A else None,
@@ -55,10 +54,10 @@ def gradients(
 
     `run(op, *arguments)` calls an op.
     """
-    weight, w_scale_inv, weight_t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
+    weight, w_scale_inv, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
     dtype_A, dtype_bias = ctx.dtypes
     call = Call(ctx.spec, slot, None, ctx.state_dy)
-    frozen, adapter = Weight(weight, w_scale_inv, weight_t), Adapter(lora_A, lora_B)
+    frozen, adapter = Weight(weight, w_scale_inv), Adapter(lora_A, lora_B)
     to = Projections.single(frozen, None, adapter, dy.shape[1], call)
     adapters = Adapters(s, dtype_A, [] if lora_B is None else [lora_B])
 

@@ -46,7 +46,6 @@ class LinearKind(NamedTuple):
     Attributes:
         weight: (N, K).
         forms: shapes and dtypes of bias, A and B; None for what is not there.
-        layout: whether the layer keeps Wᵀ.
         scales: shape of W's scale_inv.
         state: shape of the FP8 state's tensors; None under BlockScaling.
         numbers: of the call, as `LoRASpec.numbers` has them.
@@ -55,7 +54,6 @@ class LinearKind(NamedTuple):
 
     weight: torch.Size
     forms: tuple[tuple[torch.Size, torch.dtype] | None, ...]
-    layout: bool
     scales: torch.Size
     state: torch.Size | None
     numbers: SharedNumbers
@@ -74,11 +72,10 @@ class Kind:
 
     def fixed(self, recording: Recording) -> tuple[list[Any], Weight]:
         """Stand-ins for bias, A and B, and for W."""
-        (n, k), forms, layout, *_ = self.value
+        shape, forms, *_ = self.value
         return [None if form is None else recording.tensor(*form) for form in forms], Weight(
-            recording.tensor((n, k), torch.uint8),
+            recording.tensor(shape, torch.uint8),
             recording.tensor(self.value.scales, torch.float32),
-            recording.tensor((k, n), torch.uint8) if layout else None,
         )
 
     def operands(
@@ -165,16 +162,15 @@ class Known(Generic[P]):
 
 
 def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
-    bias, lora_A, lora_B, data, scale_inv, weight_t, state, _ = tensors
+    bias, lora_A, lora_B, data, scale_inv, state, _ = tensors
     if scale_inv is None or data is None or not are_plain(*tensors):
         return None
     if state is None and numbers.spec.blocks is None:
         return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
-    layout, device = weight_t is not None, data.get_device()
-    of_state = None if state is None else state.shape
-    return _kind(LinearKind(data.shape, forms, layout, scale_inv.shape, of_state, numbers, device))
+    of_state, device = None if state is None else state.shape, data.get_device()
+    return _kind(LinearKind(data.shape, forms, scale_inv.shape, of_state, numbers, device))
 
 
 def known_of(spec: LoRASpec, by: str) -> Known[Any]:

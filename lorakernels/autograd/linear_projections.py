@@ -113,7 +113,6 @@ class Projections(NamedTuple):
         weight: [ΣN, K], e4m3 bytes or plain.
         scale_inv: fp32 [ΣN] or [1]; None over a plain base.
         grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
-        weight_t: [K, ΣN] or None.
         bias: [ΣN] or None.
         multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
             result that the projection packs, such as q, k and v. None if dy comes as it is.
@@ -134,7 +133,6 @@ class Projections(NamedTuple):
     weight: Tensor
     scale_inv: Tensor | None
     grad_scale_inv: Tensor | None
-    weight_t: Tensor | None
     bias: Tensor | None
     multiplier: Tensor | None
     rows: tuple[int, ...]
@@ -160,7 +158,6 @@ class Projections(NamedTuple):
             weight.data,
             weight.scale_inv,
             weight.scale_inv,
-            weight.t,
             bias,
             multiplier=None,
             rows=(rows,),
@@ -208,8 +205,8 @@ class Projections(NamedTuple):
 
     @property
     def grad_weight(self) -> Weight:
-        """W with the scale_inv and the transposed copy that backward uses."""
-        return Weight(self.weight, self.grad_scale_inv, self.weight_t)
+        """W with the scale_inv that backward uses."""
+        return Weight(self.weight, self.grad_scale_inv)
 
     def scaling_x(self, x: Tensor) -> Scaling | None:
         """The scale of x; None over a plain base."""

@@ -30,14 +30,12 @@ class Product(NamedTuple):
         cols, depth: N and K of y, or K and N of dx.
         backward: whether it is dx.
         split: whether partial sums are added in fp32.
-        ready: whether dx has a Wᵀ that is there.
     """
 
     cols: int
     depth: int
     backward: bool
     split: bool
-    ready: bool = False
 
     @property
     def weight(self) -> tuple[int, int]:
@@ -46,10 +44,8 @@ class Product(NamedTuple):
 
     def seconds(self, rows: int, multiprocessors: int) -> float:
         """On Hopper, by the rounds of csrc's tiles over the multiprocessors. The last one may be partly empty."""
-        how = "split" if self.split else "fast" if self.backward else "fast forward"
-        if self.backward and (
-            not self.ready or tune.csrc_turns(rows, self.cols, self.split, multiprocessors)
-        ):
+        how = "split" if self.split else "fast"
+        if self.backward:
             how = "turned" if self.split else "turned fast"
         rounds = tune.csrc_tile(rows, self.cols, how, multiprocessors)[1]
         return rounds * self.depth * _OF_A_TILE
@@ -67,8 +63,7 @@ def slower_in_pieces(
     """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper."""
     cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
     split = to.spec.split_dgrad if backward else to.spec.split_fprop
-    product = Product(cols, depth, backward, split, to.weight_t is not None)
-    return product.slower_in(pieces, multiprocessors)
+    return Product(cols, depth, backward, split).slower_in(pieces, multiprocessors)
 
 
 def masks_at(to: Projections, rows: slice) -> Projections:

@@ -52,7 +52,7 @@ class MagnitudeNode(torch.autograd.Function):
         y, x8, x_scale_inv, s = found
         needs = _needs(ctx)
         ctx.save_for_backward(
-            *(weight if needs.x else (None, None, None)),
+            *(weight if needs.x else (None, None)),
             lora_A if needs.x else None,
             lora_B if needs.x or needs.A or needs.B else None,
             s if needs.B else None,

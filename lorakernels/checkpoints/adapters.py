@@ -134,14 +134,13 @@ def load_adapter(
     path: str | os.PathLike[str],
     *,
     fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
-    weight_layout: str = "single",
     is_trainable: bool = True,
     adapter_dtype: torch.dtype | None = torch.float32,
 ) -> LoRAReport:
     """Read an adapter that lorakernels or PEFT wrote, into a plain model or over the same adapter.
 
-    A plain model first gets the file's config applied, with `fp8`, `weight_layout` and `adapter_dtype`. None as
-    `adapter_dtype` keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
+    A plain model first gets the file's config applied, with `fp8` and `adapter_dtype`. None as `adapter_dtype`
+    keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
     and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`. After
     `parallelize`, `pipeline_parallel` or `context_parallel` every rank calls this, reads the files, and takes its part
     of each tensor, its stages' tensors, or all.
@@ -155,7 +154,7 @@ def load_adapter(
     """
     model, folder = _unwrap(model), Path(path)
     with _together(model):
-        config, tensors = read_config(folder, fp8, weight_layout), read_weights(folder)
+        config, tensors = read_config(folder, fp8), read_weights(folder)
     _check_alike(model, tensors, str(folder))
     with _together(model):
         tensors = _fitting(model, tensors, folder, config)

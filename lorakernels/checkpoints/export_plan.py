@@ -124,7 +124,7 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         FileNotFoundError: a file is missing.
         ValueError: a file is not valid, uses a feature that lorakernels lacks, or does not fit `model`.
     """
-    config = read_config(folder, None, "single")
+    config = read_config(folder, None)
     if config.use_dora:
         raise ValueError(
             f"{folder / CONFIG_NAME}: use_dora=True is not supported by export: merge by merge_and_unload"

@@ -193,7 +193,7 @@ def load_quantized(
     if mesh is not None or as_offload(offload).fraction:
         place = Place.of(mesh, target)
         shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
-    loader = _Loader(model, files, plan, recipe, _Places(lora, target, shards, others, parts))
+    loader = _Loader(model, files, plan, recipe, _Places(target, shards, others, parts))
     report = None
     with nullcontext() if shards is None else shards, together():
         loader.run(_Line() if progress is True else progress or None)
@@ -242,14 +242,9 @@ def _check_layout(
         raise ValueError(f"{name} needs lora: adapters cannot follow on a part of a model")
     if not held and apart is None:
         return
-    how = "a sharded base" if apart is None else name
     if lora is not None and lora.use_dora:
         raise ValueError(
             "lora.use_dora=True needs whole weights for its norms: leave out mesh, offload, stages and tp"
-        )
-    if lora is not None and lora.weight_layout != "single":
-        raise ValueError(
-            f"lora.weight_layout must be 'single' for {how}, found {lora.weight_layout!r}"
         )
 
 
@@ -289,12 +284,11 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 class _Places(NamedTuple):
-    """Where values go: for the layers of `lora`, on `device`, in `shards` if there are any, and not for `others`.
+    """Where values go: on `device`, in `shards` if there are any, and not for `others`.
 
     `parts` says what of a tensor is read.
     """
 
-    lora: LoRAConfig | None
     device: torch.device
     shards: ShardedWeights | None
     others: OtherStages | None
@@ -312,15 +306,14 @@ class _Loader:
         recipe: Recipe,
         places: _Places,
     ) -> None:
-        lora, self.device, self.shards, self.others, self.parts = places
+        self.device, self.shards, self.others, self.parts = places
         self.model, self.files, self.plan = model, files, plan
         self.recipe = recipe
-        self.layout = "single" if lora is None else lora.weight_layout
         self.state: FP8State | None = None
         if isinstance(recipe, DelayedScaling):
             self.state = FP8State(plan.quantized, recipe, self.device)
         self.peak_host_bytes = 0
-        self._quantized, self._adapted = set(plan.quantized), set(plan.adapted)
+        self._quantized = set(plan.quantized)
         self._scales: dict[str, Tensor] = {}
         self._done = 0
 
@@ -395,7 +388,7 @@ class _Loader:
         module = self.model.get_submodule(path)
         own = getattr(module, attribute)
         if attribute == "weight" and path in self._quantized:
-            spec = FrozenSpec(self.recipe, "single", self.state, path)
+            spec = FrozenSpec(self.recipe, self.state, path)
             weight = self.others.stand_ins.weight(own.shape, spec.blocks)
             self._hold(path, module, weight, spec)
             return
@@ -414,8 +407,7 @@ class _Loader:
         self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
         """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
-        layout = "single" if path in self._adapted else self.layout
-        spec = FrozenSpec(self.recipe, layout, self.state, path)
+        spec = FrozenSpec(self.recipe, self.state, path)
         try:
             if self.parts is not None and f"{path}.weight" in self.parts:
                 weight = self.parts.keep(path, tensor, own.dtype, fp8)

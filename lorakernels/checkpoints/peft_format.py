@@ -81,12 +81,7 @@ _INIT_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")
 _INIT_OTHER_MATHS = ("mica",)
 
 
-def from_peft_dict(
-    data: dict[str, Any],
-    *,
-    fp8: Recipe | None,
-    weight_layout: str = "single",
-) -> LoRAConfig:
+def from_peft_dict(data: dict[str, Any], *, fp8: Recipe | None) -> LoRAConfig:
     """The LoRAConfig of a parsed adapter_config.json.
 
     Raises:
@@ -107,7 +102,7 @@ def from_peft_dict(
         if value is None and key not in _MAY_BE_NULL:
             raise ValueError(f"{key} must be set, got null")
     fields["init_lora_weights"] = _init(fields.get("init_lora_weights", True))
-    return LoRAConfig(**fields, fp8=fp8, weight_layout=weight_layout)  # type: ignore[arg-type]
+    return LoRAConfig(**fields, fp8=fp8)
 
 
 def _init(value: Any) -> bool | str:
@@ -159,14 +154,14 @@ def to_peft_dict(
     }
 
 
-def read_config(folder: Path, fp8: Recipe | None, weight_layout: str) -> LoRAConfig:
+def read_config(folder: Path, fp8: Recipe | None) -> LoRAConfig:
     """The LoRAConfig in `folder`. Every error names the file."""
     file = _existing(folder, CONFIG_NAME)
     try:
         data = json.loads(file.read_bytes())
         if not isinstance(data, dict):
             raise ValueError(f"expected a JSON object, found {type(data).__name__}")
-        return from_peft_dict(data, fp8=fp8, weight_layout=weight_layout)
+        return from_peft_dict(data, fp8=fp8)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {error}") from error
 

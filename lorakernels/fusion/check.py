@@ -191,7 +191,6 @@ def _check_group(
     adapted = [m for m in members if isinstance(m, LoRALinear)]
     what: dict[str, Iterable[Any]] = {
         "weight dtype": (_dtype(m, recipe is not None) for m in members),
-        "weight_layout": (m.weight_layout for m in members if isinstance(m, FrozenFP8Linear)),
         "adapter dtype": (p.dtype for m in adapted for p in (m.lora_A, m.lora_B)),
         "bias dtype": (m.bias.dtype for m in members if isinstance(m.bias, Tensor)),
     }

@@ -4,7 +4,7 @@
 The members' weights are rows of one [ΣN, K], their A's rows of one [ΣR, K], their biases parts of one [ΣN]. The
 Parameter objects and their names stay; their addresses change.
 
-Derived tensors (scales by column, Wᵀ) are renewed after torch has written a member's weight or scale: by the next
+Derived tensors (scales by column) are renewed after torch has written a member's weight or scale: by the next
 forward, or before the next replay of lorakernels.graphs (`renew`). A write through `.data.copy_` goes unnoticed: it
 leaves the tensor's version as it was. After `.to`, deepcopy or `load_state_dict(assign=True)` has moved a parameter,
 the next forward joins the members again. Weights that already lie one behind the other, as in a sharded base's block,
@@ -23,17 +23,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lorakernels import ops
 from lorakernels.autograd.decoder_plan import planned_projections, way_of
 from lorakernels.autograd.linear_projections import OverRanks, Projections
 from lorakernels.autograd.linear_values import LoRASpec, check_frozen
-from lorakernels.fusion.joined_rows import join_rows, storage_of
+from lorakernels.fusion.joined_rows import join_rows
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
 from lorakernels.modules.lora import LoRALinear, rows_of_call
 from lorakernels.modules.projections import is_active
-from lorakernels.numerics.renewed import form_of, renewed
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
@@ -136,7 +134,6 @@ class FusedGroup:
             first.stored if self._weight is None else self._weight,
             derived.scale_inv,
             derived.grad_scale_inv,
-            derived.weight_t,
             bias,
             derived.multiplier,
             self.rows,
@@ -170,7 +167,7 @@ class FusedGroup:
             parameters, buffers = own["_parameters"], own["_buffers"]
             weight, scale = parameters["weight"], buffers["weight_scale_inv"]
             lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
-            objects += (weight, scale, buffers["weight_t"], lora_A, lora_B, bias)
+            objects += (weight, scale, lora_A, lora_B, bias)
             objects.append(own["_handle"])  # there is a new one after a number of the layer changed
             numbers += (weight.data_ptr(), weight._version, own["training"])
             to_train = weight.requires_grad and torch.is_grad_enabled()
@@ -378,8 +375,6 @@ class FusedGroup:
                 for parameter in own:
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
-                member.weight_t = None  # a view of the joined one
-                member.renew_weight_t()
         self._forget()
 
     def _state_of_members(self) -> tuple[list[Any], list[int]]:
@@ -390,7 +385,7 @@ class FusedGroup:
         for m in self.members:
             weight, scale = m._parameters["weight"], m._buffers["weight_scale_inv"]
             assert weight is not None
-            found += (weight.data_ptr(), weight._version, m._buffers["weight_t"] is None)
+            found += (weight.data_ptr(), weight._version)
             if scale is not None:
                 found.append(scale.data_ptr())
                 scales.append(scale._version)
@@ -398,7 +393,7 @@ class FusedGroup:
 
     @torch.no_grad()
     def _derive(self) -> Derived:
-        """Scales by column, their largest, the multipliers of dy, and Wᵀ.
+        """Scales by column, their largest, and the multipliers of dy.
 
         The scale of an all-zero weight is meaningless. It does not count for the largest, and its multiplier is one.
         """
@@ -407,7 +402,7 @@ class FusedGroup:
             # a single one is the member's own: captured graphs read it at its address
             scale = torch.cat(scales) if len(scales) > 1 else next(iter(scales), None)
             ones = torch.ones(self.results, device=self.first.stored.device)
-            return Derived(scale, scale, ones, self._weight_t())
+            return Derived(scale, scale, ones)
         each = torch.cat(scales)
         zero = torch.stack([_is_zero(m.stored) for m in self.members])
         one = torch.ones((), device=each.device)
@@ -416,17 +411,17 @@ class FusedGroup:
         counts = torch.tensor(self.rows, device=each.device)
         by_column = each.repeat_interleave(counts, output_size=sum(self.rows))
         multiplier = torch.where(zero, one, each / largest)
-        return Derived(by_column, largest, multiplier, self._weight_t())
+        return Derived(by_column, largest, multiplier)
 
     @torch.no_grad()
     def _renew(self, derived: Derived) -> None:
         """Take new derived tensors. If shapes, dtypes and devices are the old ones, copy the values into the old
         tensors: captured graphs read them at their addresses."""
         before = self._derived
-        if before is None or [form_of(t) for t in before] != [form_of(t) for t in derived]:
+        if before is None or [_form_of(t) for t in before] != [_form_of(t) for t in derived]:
             self._derived, self._variants = derived, {}
             return
-        # one member: the scales and Wᵀ are its own tensors, and the multiplier stays 1
+        # one member: the scales are its own tensors, and the multiplier stays 1
         if len(self.members) == 1:
             self._derived = derived._replace(multiplier=before.multiplier)
             return
@@ -436,20 +431,6 @@ class FusedGroup:
         for variant in self._variants.values():
             if variant.factors is not None:
                 variant.factors[1] = variant.factors[0] / before.multiplier
-
-    def _weight_t(self) -> Tensor | None:
-        if len(self.members) == 1:
-            return self.first.weight_t
-        if self.first.weight_layout != "both" or self._weight is None:
-            return None
-        if self.first.weight_scale_inv is None:
-            return None
-        held = None if self._derived is None else self._derived.weight_t
-        whole = renewed(held, ops.transpose_fp8(self._weight))
-        for member, part in zip(self.members, whole.split(list(self.rows), 1), strict=True):
-            if member.weight_t is None or storage_of(member.weight_t) != storage_of(whole):
-                member.weight_t = part
-        return whole
 
     def _capturing(self) -> bool:
         weight = self.first._parameters["weight"]
@@ -493,6 +474,11 @@ class FusedGroup:
         self.__dict__.update(state)
         self._forget()
         self._remember()
+
+
+def _form_of(x: Tensor | None) -> tuple[Any, ...] | None:
+    """Shape, dtype and device; None of None."""
+    return None if x is None else (x.shape, x.dtype, x.device)
 
 
 def _is_zero(raw: Tensor) -> Tensor:

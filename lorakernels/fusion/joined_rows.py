@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def storage_of(x: Tensor) -> int:
+def _storage_of(x: Tensor) -> int:
     """The address of the memory that x is in, wherever x begins there."""
     return x.untyped_storage().data_ptr()
 
@@ -35,7 +35,9 @@ def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
     """Whether each parameter begins where the one before it ends, in one storage."""
     at = parameters[0].data_ptr()
     for parameter in parameters:
-        elsewhere = parameter.data_ptr() != at or storage_of(parameter) != storage_of(parameters[0])
+        elsewhere = parameter.data_ptr() != at or _storage_of(parameter) != _storage_of(
+            parameters[0]
+        )
         if elsewhere or not parameter.is_contiguous():
             return False
         at += parameter.numel() * parameter.element_size()

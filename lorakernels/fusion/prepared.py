@@ -21,7 +21,6 @@ class Derived(NamedTuple):
     scale_inv: Tensor | None
     grad_scale_inv: Tensor | None
     multiplier: Tensor
-    weight_t: Tensor | None
 
 
 class Variant(NamedTuple):

@@ -175,9 +175,6 @@ def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
         for group in groups:
             with suppress(torch.OutOfMemoryError):
                 group.separate()
-                continue
-            for member in group.members:
-                member.weight_t = None  # backward reads W as it lies without it
         raise
 
 
@@ -203,8 +200,8 @@ def _freeze(
         if state is not None and full not in state.names:
             state.register(full)
         recipe = adapters.recipe
-        held = {"weight_layout": adapters.weight_layout, "fp8_state": state, "name": full}
-        new = before.patiently(partial(FrozenFP8Linear.from_linear, module, recipe, **held))
+        make = partial(FrozenFP8Linear.from_linear, module, recipe, fp8_state=state, name=full)
+        new = before.patiently(make)
         # keep the Parameter itself: trained or not, an optimizer may hold it
         new._parameters["bias"] = module._parameters["bias"]
         hand_over_originals(module, new)

@@ -68,7 +68,6 @@ class LoraKernelsLinear(PeftLinear):
         adapter_name: str,
         *,
         fp8: Recipe | None = None,
-        weight_layout: str = "single",
         **kwargs: Any,
     ) -> None:
         if fp8 is not None:
@@ -76,7 +75,7 @@ class LoraKernelsLinear(PeftLinear):
         super().__init__(base_layer, adapter_name, **kwargs)
         self.start()
         if fp8 is not None and not isinstance(self.base_layer, FrozenFP8Linear):
-            self.use_fp8_base(FrozenSpec(fp8, weight_layout))
+            self.use_fp8_base(FrozenSpec(fp8))
 
     def start(self) -> None:
         """Set the attributes that PEFT's class lacks."""

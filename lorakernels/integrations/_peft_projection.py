@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels import BlockScaling, FP8State, FrozenFP8Linear, LoRALinear
+from lorakernels import BlockScaling, FP8State, LoRALinear
 
 _FACTORS = ("lora_A", "lora_B")
 
@@ -131,7 +131,7 @@ class PeftProjection(LoRALinear):
 
     @property
     def _buffers(self) -> dict[str, Any]:  # type: ignore[override]
-        return {"weight_scale_inv": self.weight_scale_inv, "weight_t": self.weight_t}
+        return {"weight_scale_inv": self.weight_scale_inv}
 
     # attributes of its base, an nn.Linear or a FrozenFP8Linear
 
@@ -144,21 +144,8 @@ class PeftProjection(LoRALinear):
         return int(self.base.out_features)
 
     @property
-    def weight_layout(self) -> str:  # type: ignore[override]
-        return getattr(self.base, "weight_layout", "single")
-
-    @property
     def weight_scale_inv(self) -> Tensor | None:  # type: ignore[override]
         return getattr(self.base, "weight_scale_inv", None)
-
-    @property
-    def weight_t(self) -> Tensor | None:
-        return getattr(self.base, "weight_t", None)
-
-    @weight_t.setter
-    def weight_t(self, value: Tensor | None) -> None:
-        if isinstance(self.base, FrozenFP8Linear):
-            self.base.weight_t = value
 
     @property
     def fp8_state(self) -> FP8State | None:

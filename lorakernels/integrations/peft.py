@@ -24,7 +24,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig
-from lorakernels.config import ALL_LINEAR, Recipe, check_layout
+from lorakernels.config import ALL_LINEAR, Recipe
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
@@ -67,28 +67,24 @@ class _Make:
     """Called by PEFT's dispatch for an nn.Linear. Returns None to leave the module to PEFT's own classes."""
 
     fp8: Recipe | None
-    weight_layout: str
 
     def __call__(self, target: nn.Module, adapter_name: str, **kwargs: Any) -> nn.Module | None:
         if is_fp8_linear(target):
             from lorakernels.integrations.transformers import frozen_from_fp8_linear
 
-            target = frozen_from_fp8_linear(target, self.fp8, weight_layout=self.weight_layout)
+            target = frozen_from_fp8_linear(target, self.fp8)
         elif not (is_plain_linear(target) or isinstance(target, FrozenFP8Linear)):
             return None
         if kwargs["config"].fan_in_fan_out:
             warnings.warn("fan_in_fan_out=True: an nn.Linear is [N, K], set to False", stacklevel=2)
             kwargs["config"].fan_in_fan_out = False
-        return LoraKernelsLinear(
-            target, adapter_name, fp8=self.fp8, weight_layout=self.weight_layout, **kwargs
-        )
+        return LoraKernelsLinear(target, adapter_name, fp8=self.fp8, **kwargs)
 
 
 def register(
     config: peft.LoraConfig,
     *,
     fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
-    weight_layout: str = "single",
     model: nn.Module | None = None,
 ) -> peft.LoraConfig:
     """Let PEFT build our layer for every linear layer that `config` targets. Returns `config`.
@@ -102,15 +98,15 @@ def register(
 
     Raises:
         TypeError: `config` is not a peft.LoraConfig, or `fp8` neither a DelayedScaling nor a BlockScaling.
-        ValueError: `weight_layout` is not known, or an adapter needs the base in full precision and `fp8` is not None.
-            The second is raised when PEFT builds the layer. Or "all-linear" finds no layer in `model`.
+        ValueError: "all-linear" finds no layer in `model`. Or an adapter needs the base in full precision and `fp8` is
+            not None, which is raised when PEFT builds the layer.
     """
     if not isinstance(config, peft.LoraConfig):
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
-    _check_fp8(fp8, weight_layout)
+    _check_fp8(fp8)
     if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
         config.target_modules = _all_linear(model, fp8)
-    make = _Make(fp8, weight_layout)
+    make = _Make(fp8)
     config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})
     return config
 
@@ -129,7 +125,6 @@ def patch(
     model: nn.Module,
     *,
     fp8: Recipe | None = None,
-    weight_layout: str = "single",
     restorable: bool = True,
 ) -> PeftReport:
     """Run our op in the existing `lora.Linear` layers of `model`. Weights and adapters stay the same tensors.
@@ -142,7 +137,7 @@ def patch(
         ValueError: `model` has no LoRA layer of PEFT's. With `fp8`, also if a layer is merged, a variant needs the
             base in full precision, or a weight is not finite.
     """
-    _check_fp8(fp8, weight_layout)
+    _check_fp8(fp8)
     layers = lora_layers(model)
     ready = {
         name: layer
@@ -165,7 +160,7 @@ def patch(
         state = FP8State(list(ready), fp8, devices.pop())
     for name, layer in ready.items():
         original = layer.base_layer
-        layer.use_fp8_base(FrozenSpec(fp8, weight_layout, state, name))
+        layer.use_fp8_base(FrozenSpec(fp8, state, name))
         layer.__dict__[_ORIGINAL] = original if restorable else None
     return report(model)
 
@@ -212,12 +207,9 @@ def report(model: nn.Module) -> PeftReport:
     return PeftReport(rows, one)
 
 
-def _check_fp8(fp8: Recipe | None, weight_layout: str) -> None:
+def _check_fp8(fp8: Recipe | None) -> None:
     if fp8 is not None and not isinstance(fp8, Recipe):
         raise TypeError(f"fp8 must be a DelayedScaling, a BlockScaling or None, got {fp8!r}")
-    if weight_layout not in ("single", "both"):
-        raise ValueError(f"weight_layout must be 'single' or 'both', got {weight_layout!r}")
-    check_layout("register", fp8, weight_layout)
 
 
 def _check_bases(ready: dict[str, Any], merged: list[str]) -> None:

@@ -25,7 +25,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear
-from lorakernels.config import Recipe, check_layout
+from lorakernels.config import Recipe
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.pretrained import guard_saving
@@ -49,30 +49,24 @@ class LoRAKernelsConfig(QuantizationConfigMixin):
 
     Args:
         fp8: the recipe, a DelayedScaling or a BlockScaling.
-        weight_layout: "both" also keeps each weight transposed, as in `LoRAConfig`.
         modules_to_not_convert: ends of the paths of layers that stay plain.
 
     Raises:
         TypeError: `fp8` is not a DelayedScaling, or `modules_to_not_convert` not a list of names.
-        ValueError: `weight_layout` is neither "single" nor "both".
     """
 
     def __init__(
         self,
         fp8: Recipe = DelayedScaling(),  # noqa: B008  (frozen)
-        weight_layout: str = "single",
         modules_to_not_convert: list[str] | None = None,
     ) -> None:
         if not isinstance(fp8, Recipe):
             raise TypeError(f"fp8 must be a DelayedScaling or a BlockScaling, found {fp8!r}")
-        if weight_layout not in ("single", "both"):
-            raise ValueError(f"weight_layout must be 'single' or 'both', found {weight_layout!r}")
-        check_layout("LoRAKernelsConfig", fp8, weight_layout)
         names = [] if modules_to_not_convert is None else modules_to_not_convert
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"modules_to_not_convert must be a list of names, found {names!r}")
         self.quant_method: Any = METHOD
-        self.fp8, self.weight_layout = fp8, weight_layout
+        self.fp8 = fp8
         self.modules_to_not_convert = list(names)
 
     def keeps(self, path: str) -> bool:
@@ -160,7 +154,7 @@ class LoRAKernelsQuantizer(HfQuantizer):
         config, device = self.quantization_config, weight.device
         if isinstance(config.fp8, DelayedScaling) and device not in self._states:
             self._states[device] = FP8State(self._targets, config.fp8, device)
-        spec = FrozenSpec(config.fp8, config.weight_layout, self._states.get(device), path)
+        spec = FrozenSpec(config.fp8, self._states.get(device), path)
         new = FrozenFP8Linear.from_weight(Weight(weight), old.bias, spec)
         if old.bias is not None:
             assert new.bias is not None
@@ -176,7 +170,6 @@ class LoRAKernelsQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, FrozenFP8Linear):
                 module.requires_grad_(False)
-                module.renew_weight_t()  # transformers gave new memory to buffers that no file holds
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

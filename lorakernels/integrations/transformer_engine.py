@@ -90,19 +90,16 @@ def frozen_from_te_linear(
     linear: nn.Module,
     fp8: DelayedScaling,
     *,
-    weight_layout: str = "single",
     fp8_state: FP8State | None = None,
     name: str = "",
 ) -> FrozenFP8Linear:
     """A FrozenFP8Linear over a te.Linear's weight and bias: as `from_te_linear`, but without an adapter."""
     weight, bias = _take_over(name or "linear", linear)
-    spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+    spec = FrozenSpec(fp8, fp8_state, name)
     return FrozenFP8Linear.from_weight(weight, bias, spec).train(linear.training)
 
 
-def convert_te_model(
-    model: nn.Module, *, fp8: DelayedScaling | None = None, weight_layout: str = "single"
-) -> list[str]:
+def convert_te_model(model: nn.Module, *, fp8: DelayedScaling | None = None) -> list[str]:
     """Replace every te.Linear of `model` by a FrozenFP8Linear, in place. Returns their paths.
 
     Scales and amax histories that TE has trained are copied. They share one FP8State if the layers are on one device.
@@ -110,7 +107,6 @@ def convert_te_model(
 
     Args:
         fp8: the recipe to follow; None takes TE's recipe, or `DelayedScaling()` if TE never ran in FP8.
-        weight_layout: "both" also keeps each weight transposed, "single" does not.
 
     Raises:
         TypeError: a TE module with a linear weight cannot be converted, or its recipe is not delayed scaling.
@@ -119,8 +115,6 @@ def convert_te_model(
     """
     if not (fp8 is None or isinstance(fp8, DelayedScaling)):
         raise TypeError(f"fp8 must be a DelayedScaling or None (the recipe TE used), got {fp8!r}")
-    if weight_layout not in ("single", "both"):
-        raise ValueError(f"weight_layout must be 'single' or 'both', got {weight_layout!r}")
     linears = _te_linears(model)
     devices = {_take_over(path, linear)[0].data.device for path, linear in linears.items()}
     recipe = fp8 or _common_recipe(linears)
@@ -129,9 +123,7 @@ def convert_te_model(
         _check_state(path, linears[path], recipe)
     state = FP8State(list(linears), recipe, devices.pop()) if len(devices) == 1 else None
     for path, linear in linears.items():
-        new = frozen_from_te_linear(
-            linear, recipe, weight_layout=weight_layout, fp8_state=state, name=path
-        )
+        new = frozen_from_te_linear(linear, recipe, fp8_state=state, name=path)
         if path in trained:
             assert new.fp8_state is not None
             load_te_state(linear, new.fp8_state, path)

@@ -49,7 +49,6 @@ def convert_fp8_model(
     model: nn.Module,
     *,
     fp8: Recipe = DelayedScaling(),  # noqa: B008  (frozen)
-    weight_layout: str = "single",
 ) -> list[str]:
     """Replace every FP8Linear of `model` by a FrozenFP8Linear, in place. Returns their paths.
 
@@ -80,7 +79,7 @@ def convert_fp8_model(
     with all_or_nothing(model, configs.values()) as before:
         for path in paths:
             old = model.get_submodule(path)
-            spec = FrozenSpec(fp8, weight_layout, state, path)
+            spec = FrozenSpec(fp8, state, path)
             new = before.patiently(partial(to_frozen, old, spec))
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, new)
@@ -93,7 +92,6 @@ def frozen_from_fp8_linear(
     module: nn.Module,
     fp8: Recipe | None,
     *,
-    weight_layout: str = "single",
     fp8_state: FP8State | None = None,
     name: str = "",
 ) -> FrozenFP8Linear:
@@ -104,7 +102,7 @@ def frozen_from_fp8_linear(
     """
     _check_recipe(fp8)
     _check_module(name or "module", module)
-    return to_frozen(module, FrozenSpec(fp8, weight_layout, fp8_state, name))
+    return to_frozen(module, FrozenSpec(fp8, fp8_state, name))
 
 
 def forget_quantizer(model: nn.Module) -> None:

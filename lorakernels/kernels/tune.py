@@ -69,9 +69,8 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
 LOW = 64
 CSRC_TILES = {
     "split": {(192, 128): 1.33, (128, 128): 1.0},
+    "fast": {(128, 256): 1.71, (128, 128): 0.9, (64, 128): 0.6},
     "turned": {(192, 128): 1.38, (128, 128): 0.97},
-    "fast": {(128, 256): 1.71, (128, 128): 0.9},
-    "fast forward": {(128, 256): 1.71, (128, 128): 0.9, (64, 128): 0.6},
     "turned fast": {(256, 128): 1.73, (128, 128): 0.91},
     "blocks": {(128, 256): 1.83, (128, 128): 1.0},
 }
@@ -113,8 +112,8 @@ def csrc_tile(
     """(rows, columns) of the tiles in which csrc's FP8 GEMMs compute an output [rows, cols] soonest; their time.
 
     Time: rounds over the multiprocessors, weighted by what a tile takes.
-    how: of CSRC_TILES: "split" sums of the forward or of dgrad with Wᵀ, "fast forward" ones of the forward and "fast"
-    ones of dgrad with Wᵀ, "turned" ones of dgrad with W; "blocks": sums of 128, each times its scales.
+    how: of CSRC_TILES: "split" or "fast" sums of the forward, "turned" ones of dgrad, whose W lies across them;
+    "blocks": sums of 128, each times its scales.
     """
 
     def time(tile: tuple[int, int]) -> float:
@@ -125,10 +124,3 @@ def csrc_tile(
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":
         print(f"lorakernels: csrc, [{rows}, {cols}], {how}: tiles of {tile}", file=sys.stderr)
     return tile, time(tile)
-
-
-def csrc_turns(rows: int, cols: int, split: bool, multiprocessors: int) -> bool:
-    """Whether dgrad takes less time with W as it lies than with a Wᵀ that is there."""
-    ready, turned = ("split", "turned") if split else ("fast", "turned fast")
-    takes = csrc_tile(rows, cols, ready, multiprocessors)[1]
-    return csrc_tile(rows, cols, turned, multiprocessors)[1] < takes

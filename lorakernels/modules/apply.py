@@ -140,7 +140,7 @@ def _hold_in_fp8(
 ) -> None:
     assert config.fp8 is not None
     old = model.get_submodule(path)
-    spec = FrozenSpec(config.fp8, config.weight_layout, state, path)
+    spec = FrozenSpec(config.fp8, state, path)
     replace_module(model, old, before.patiently(partial(to_frozen, old, spec)))
 
 

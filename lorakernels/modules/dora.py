@@ -138,7 +138,7 @@ class DoRALinear(LoRALinear):
         state, training = self.fp8_state, self.training
         spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
         states = () if state is None else (state.forward, state.backward)
-        return Weight(self._held, self.weight_scale_inv, self.weight_t), Call(spec, None, *states)
+        return Weight(self._held, self.weight_scale_inv), Call(spec, None, *states)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
         ways = {way_of(spec, kinds) for spec in self._specs.values() if "linear" in spec.memo}

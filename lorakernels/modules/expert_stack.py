@@ -78,7 +78,6 @@ def _numbers(layer: Any) -> tuple[Any, ...]:
         get("merged"),
         get("disable_adapters"),
         own["training"],
-        own["weight_layout"],
     )
 
 

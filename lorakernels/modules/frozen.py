@@ -41,7 +41,6 @@ class FrozenFP8Linear(StoredWeight):
         in_features, out_features: K and N.
         bias: whether there is a bias [N].
         fp8: the recipe for x and dy. None keeps the weight in `dtype`.
-        weight_layout: "single", or "both" to keep Wᵀ too, 1 more byte per parameter, which cuBLASLt's dgrad needs.
         device, dtype: of the parameters. `dtype` does not apply to an FP8 weight.
         fp8_state, name: the model's FP8State and this layer's entry in it. None makes a state for this layer alone.
 
@@ -77,7 +76,6 @@ class FrozenFP8Linear(StoredWeight):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        weight_layout: str = "single",
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> None:
@@ -92,7 +90,7 @@ class FrozenFP8Linear(StoredWeight):
         if bias_value is not None and not bias_value.is_meta:
             bound = 1 / math.sqrt(in_features)
             nn.init.uniform_(bias_value, -bound, bound)
-        spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+        spec = FrozenSpec(fp8, fp8_state, name)
         self._hold(Weight(weight), bias_value, spec)
 
     def _hold(self, weight: Weight, bias: Tensor | None, spec: FrozenSpec) -> None:
@@ -103,14 +101,12 @@ class FrozenFP8Linear(StoredWeight):
             data, scale_inv = quantize_weight(data, spec.blocks)
         self.block_scaling = spec.blocks
         self.out_features, self.in_features = data.shape
-        self.weight_layout, self.name = spec.weight_layout, spec.name
+        self.name = spec.name
         self._store(data, scale_inv)
         self.bias = None if bias is None else frozen(bias.detach())
         self.fp8_state = spec.state_on(data.device)
         self.column = 0 if self.fp8_state is None else self.fp8_state.column(spec.entry)
         self.column_x = None
-        self.register_buffer("weight_t", None, persistent=False)
-        self.renew_weight_t()
         self.renew_handle()
 
     @classmethod
@@ -122,9 +118,9 @@ class FrozenFP8Linear(StoredWeight):
         Args:
             weight: `data` [N, K] is a plain weight, or e4m3 bytes (uint8 or e4m3) if there is a `scale_inv`, fp32 [1],
                 or [⌈N/128⌉, ⌈K/128⌉] under BlockScaling.
-                With `spec.fp8` a plain one is quantized from its exact amax. `t` is not read.
+                With `spec.fp8` a plain one is quantized from its exact amax.
             bias: [N] or None; it does not train.
-            spec: recipe, layout, FP8 state and name.
+            spec: recipe, FP8 state and name.
 
         Raises:
             TypeError: there is a `scale_inv`, but `data` is not in bytes of FP8.
@@ -143,7 +139,6 @@ class FrozenFP8Linear(StoredWeight):
         linear: nn.Linear,
         fp8: Recipe | None = DelayedScaling(),  # noqa: B008  (frozen)
         *,
-        weight_layout: str = "single",
         fp8_state: FP8State | None = None,
         name: str = "",
     ) -> FrozenFP8Linear:
@@ -152,13 +147,13 @@ class FrozenFP8Linear(StoredWeight):
         Args:
             linear: weight [N, K] and bias [N] or None.
             fp8: the recipe; None keeps the weight as it is.
-            weight_layout, fp8_state, name: as for the class.
+            fp8_state, name: as for the class.
 
         Raises:
             ValueError: the weight is not finite, or `fp8_state` has another recipe or device.
             KeyError: `fp8_state` has no `name`.
         """
-        spec = FrozenSpec(fp8, weight_layout, fp8_state, name)
+        spec = FrozenSpec(fp8, fp8_state, name)
         new = cls.from_weight(Weight(linear.weight.detach()), linear.bias, spec)
         return new.train(linear.training)
 
@@ -219,7 +214,7 @@ class FrozenFP8Linear(StoredWeight):
             state.begin(x.device, self._column, training)
         spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
         buffers, parameters = self._buffers, self._parameters
-        weight = Weight(self._held, buffers["weight_scale_inv"], buffers["weight_t"])
+        weight = Weight(self._held, buffers["weight_scale_inv"])
         states = () if state is None else (state.forward, state.backward)
         call = Call(spec, slot, *states)
         return lora_linear(x, weight, parameters.get("bias"), adapter, call)
@@ -244,7 +239,7 @@ class FrozenFP8Linear(StoredWeight):
     ) -> Tensor:
         """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
         handle = self._handle.tensor
-        base = (self._held, self.weight_scale_inv, self.weight_t, self.bias)
+        base = (self._held, self.weight_scale_inv, self.bias)
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:

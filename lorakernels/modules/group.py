@@ -268,7 +268,7 @@ class LoRALinearGroup:
         state = member.fp8_state
         if state is not None:
             spec = spec.following(state.recipe, member.column, member.training)
-        weight = Weight(member.stored, member.weight_scale_inv, member.weight_t)
+        weight = Weight(member.stored, member.weight_scale_inv)
         adapter = Adapter(member.lora_A, member.lora_B) if active else Adapter()
         call = Call(spec, slot, state_dy=None if state is None else state.backward)
         return shared_linear(x, shared, index, weight, member.bias, adapter, call)

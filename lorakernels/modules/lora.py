@@ -142,7 +142,6 @@ class LoRALinear(MergeableLinear):
             config.fp8,
             device,
             dtype,
-            weight_layout=config.weight_layout,
             fp8_state=fp8_state,
             name=name,
         )
@@ -194,7 +193,7 @@ class LoRALinear(MergeableLinear):
             TypeError, ValueError, KeyError: as `FrozenFP8Linear.from_weight`; TypeError also for the adapter's dtype.
                 TypeError, ValueError: "olora" and "pissa" do not take the weight (`check_initial`).
         """
-        spec = FrozenSpec(config.fp8, config.weight_layout, fp8_state, name)
+        spec = FrozenSpec(config.fp8, fp8_state, name)
         dtype = adapter_dtype or first_plain_dtype((weight.data, bias))
         initial = None
         if config.changes_base:

@@ -44,7 +44,6 @@ def planned_call(
         lora_B,
         parameters["weight"],
         buffers["weight_scale_inv"],
-        buffers["weight_t"],
         None if state is None else state.forward,
         None if state is None else state.backward,
     )

@@ -25,7 +25,6 @@ OF_LINEAR = (  # the ops that a linear layer runs
     "quantize_grad",
     "fp8_grad_input",
     "lora_grad_a",
-    "transpose_fp8",
     "amax_and_scale_update",
 )
 OF_BLOCK_LINEAR = (  # under BlockScaling

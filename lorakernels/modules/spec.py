@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.config import BlockScaling, DelayedScaling, Recipe, check_layout
+from lorakernels.config import BlockScaling, DelayedScaling, Recipe
 from lorakernels.modules.weights import BYTES, scales_shape
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
@@ -20,13 +20,11 @@ class FrozenSpec:
 
     Attributes:
         fp8: the recipe for x and dy, and then the weight is held in FP8. None keeps the weight as it is.
-        weight_layout: "single", or "both" to keep Wᵀ too, for FP8 only.
         fp8_state: the model's FP8State; None makes a state for the layer alone. BlockScaling has none.
         name: the layer's name, and its entry in `fp8_state`.
     """
 
     fp8: Recipe | None
-    weight_layout: str = "single"
     fp8_state: FP8State | None = None
     name: str = ""
 
@@ -49,7 +47,6 @@ class FrozenSpec:
             KeyError: the state has no such entry.
         """
         data, scale_inv = weight.data, weight.scale_inv
-        check_layout(self.entry, self.fp8, self.weight_layout)
         if data.dim() != 2:
             raise ValueError(f"{self.entry}: weight must be [N, K], found {tuple(data.shape)}")
         if bias is not None and bias.shape != data.shape[:1]:

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from lorakernels import ops
 from lorakernels.config import BlockScaling
 from lorakernels.modules.holder import bring, refuse_held, refuse_move
 from lorakernels.modules.number import number
 from lorakernels.modules.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.weights import BYTES, dequantize_weight, take_weight
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.numerics.renewed import renewed
 from lorakernels.state.fp8 import FP8State
 
 # The dtype that holds the e4m3 bytes. Integers are better: gloo can broadcast them (DDP broadcasts every parameter),
@@ -38,17 +36,14 @@ def is_sharded(parameter: Tensor | None) -> bool:
 
 
 class StoredWeight(nn.Module):
-    """What a frozen linear layer keeps: one weight, its scales and transposed copy, and its columns of an FP8 state.
+    """What a frozen linear layer keeps: one weight, its scales, and its columns of an FP8 state.
 
     Attributes:
         weight, weight_scale_inv, fp8_state, block_scaling, column, column_x: as of FrozenFP8Linear.
-        weight_t: the transposed copy of weight_layout="both", or None.
     """
 
     name: str
-    weight_layout: str
     weight_scale_inv: Tensor | None
-    weight_t: Tensor | None
     block_scaling: BlockScaling | None = None
     fp8_state = number("fp8_state")
     _column: int  # where `column` is kept, also in a pickle
@@ -132,28 +127,12 @@ class StoredWeight(nn.Module):
         return dequantize_weight(self._viewed_weight.detach(), self.weight_scale_inv, dtype)
 
     def _write_weight(self, weight: Tensor, scale_inv: Tensor | None) -> None:
-        """Write new values into the stored weight, its scale_inv and its transposed copy."""
+        """Write new values into the stored weight and its scale_inv."""
         refuse_held(self, "write to")
         with torch.no_grad():
             self.stored.copy_(weight)
             if self.weight_scale_inv is not None and scale_inv is not None:
                 self.weight_scale_inv.copy_(scale_inv)
-            self.renew_weight_t()
-
-    def renew_weight_t(self) -> None:
-        """Make the copy of weight_layout="both" anew, in its memory if it fits. Call it after the weight was written.
-
-        Raises:
-            RuntimeError: the weight is sharded.
-        """
-        if self.weight_layout != "both" or self.weight_scale_inv is None:
-            return
-        if is_sharded(self._parameters["weight"]):
-            raise RuntimeError(
-                f"{self.name or 'this layer'}: weight_layout='both' needs the whole weight to renew its second "
-                "copy, found a sharded one; use 'single' with FSDP2"
-            )
-        self.weight_t = renewed(self.weight_t, ops.transpose_fp8(self.stored.detach()))
 
     @property
     def _own_state(self) -> FP8State:
@@ -215,6 +194,10 @@ class StoredWeight(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        # older pickles say whether the weight had a transposed copy, and may have one
+        self.__dict__.pop("weight_layout", None)
+        self._buffers.pop("weight_t", None)
+        self._non_persistent_buffers_set.discard("weight_t")
         self._hold_bytes_as(STORAGE)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -253,7 +236,6 @@ class StoredWeight(nn.Module):
         super()._load_from_state_dict(
             own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self.renew_weight_t()
         if columns is not None and self.fp8_state is not None:
             self.fp8_state.set_values(self.column, columns)
             # a checkpoint does not say whether its dy history is of a joint dy, so start without one

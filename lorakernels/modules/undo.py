@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from lorakernels.modules.frozen import FrozenFP8Linear
 
 _T = TypeVar("_T")
-# Buffer that is not kept for `restore`: it would take memory, and it can be computed from the weight again.
-_DERIVED = "weight_t"
 
 
 class _Object:
@@ -24,24 +22,17 @@ class _Object:
         self.owner, self.kind, self.values = owner, type(owner), dict(vars(owner))
         held = [v for v in self.values.values() if isinstance(v, (dict, list, set))]
         self.containers: list[tuple[Any, Any]] = [(each, each.copy()) for each in held]
-        buffers = self.values.get("_buffers")
-        for container, entries in self.containers:
-            if container is buffers and isinstance(owner, FrozenFP8Linear):
-                entries.pop(_DERIVED, None)
 
     def restore(self) -> None:
         own = vars(self.owner)
         if type(self.owner) is not self.kind:
             self.owner.__class__ = self.kind
-        derived = own.get("_buffers", {}).get(_DERIVED)
         for name in own.keys() - self.values.keys():
             del own[name]
         own.update(self.values)
         for container, entries in self.containers:
             container.clear()
             container.extend(entries) if isinstance(container, list) else container.update(entries)
-        if isinstance(self.owner, FrozenFP8Linear):
-            self.owner._buffers[_DERIVED] = derived
 
 
 class Before:

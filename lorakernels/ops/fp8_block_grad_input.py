@@ -27,8 +27,7 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
-from lorakernels.ops.fp8_grad_input import add_branch, fake, rounded_with_branch
-from lorakernels.ops.fp8_grad_input import by_csrc as by_csrc_product
+from lorakernels.ops.fp8_grad_input import add_branch, fake, launch_csrc, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
 from lorakernels.ops.hardware import SEVERAL, why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define
@@ -104,8 +103,10 @@ def by_csrc(
     out_dtype: torch.dtype,
 ) -> Tensor:
     """Wᵀ, and one kernel of csrc, for any rank."""
-    turned = weight._replace(t=transpose_fp8.run(weight.data))
-    return by_csrc_product(dy, fp8_dtype, turned, ds, lora_A, dropout, out_dtype)
+    dx: Tensor = fake(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
+    turned = weight._replace(data=transpose_fp8.run(weight.data))
+    launch_csrc(dx, dy, fp8_dtype, turned, ds, lora_A, dropout, split=True)
+    return dx
 
 
 def why_not_csrc_base(

@@ -7,10 +7,10 @@ in kernels of its own writes and reads [M, K] once, and reads and writes dx: 8MK
 are split by default, as in Transformer Engine's dgrad.
 
 Hopper's FP8 tensor cores read operands of shared memory along the contraction only, so that the product needs Wᵀ
-[K, N]. W is turned on its way through the registers (csrc/ops/fp8_gemm). Where the layer keeps Wᵀ, that is read if it
-takes less time.
+[K, N]. W is turned on its way through the registers (csrc/ops/fp8_gemm).
 
-What the kernel does not take is multiplied by cuBLASLt or, without FP8 tensor cores, dequantized to dx's dtype. Sizes
+What the kernel does not take is multiplied by cuBLASLt, which needs a copy of Wᵀ that is made for the call. Without FP8
+tensor cores it is dequantized to dx's dtype. Sizes
 that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after
 these products.
 
@@ -146,7 +146,7 @@ def why_not_csrc_kernel(
         return "no rows"
     if dropout is not None and dropout.col0 % MULTIPLE:
         return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
-    if why_not := why_not_aligned(dy=dy.data, weight=weight.data, weight_t=weight.t):
+    if why_not := why_not_aligned(dy=dy.data, weight=weight.data):
         return why_not
     if ds is not None and (adapters := adapters_of(lora_A)):
         if why_not := why_not_batched_gemm(dy.data.shape[0], adapters, out_dtype):
@@ -204,7 +204,7 @@ def by_csrc(
     out_dtype: torch.dtype,
     split: bool = True,
 ) -> Tensor:
-    """One kernel of csrc, for any rank. A weight_scale_inv of blocks is 2-D, and has weight.t beside it."""
+    """One kernel of csrc, for any rank."""
     dx = dy.data.new_empty((dy.data.shape[0], weight.data.shape[1]), dtype=out_dtype)
     launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)
     return dx
@@ -220,9 +220,12 @@ def launch_csrc(
     dropout: Dropout | None,
     split: bool,
 ) -> None:
-    """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands."""
+    """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands.
+
+    With scales of blocks, which are 2-D, `weight.data` is Wᵀ [K, N].
+    """
     assert weight.scale_inv is not None
-    (rows, depth), cols, out_dtype = dy.data.shape, weight.data.shape[1], dx.dtype
+    (rows, depth), cols, out_dtype = dy.data.shape, dx.shape[1], dx.dtype
     ds, lora_A = _factors(ds, lora_A, out_dtype)
     rank = 0 if lora_A is None else lora_A.shape[-2]
     if rank == 0:
@@ -231,12 +234,7 @@ def launch_csrc(
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
     in_blocks = weight.scale_inv.dim() == 2
-    turned = not in_blocks and (
-        weight.t is None or adapters > 0 or tune.csrc_turns(rows, cols, split, multiprocessors)
-    )
-    how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
-    if in_blocks:
-        how = "blocks"
+    how = "blocks" if in_blocks else "turned" if split else "turned fast"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     if adapters:
         tile = GROUP_ROWS, GROUP_ROWS
@@ -245,7 +243,7 @@ def launch_csrc(
     run(
         (dx, ds, lora_A),
         dy,
-        weight._replace(t=None) if turned else weight,
+        weight,
         mask,
         ProductSizes(rows, cols, depth, rank, rows // adapters if adapters else 0),
         (name(out_dtype), a_dtype, format_of(fp8_dtype)),
@@ -277,12 +275,11 @@ def by_cublaslt(
     out_dtype: torch.dtype,
     split: bool = True,
 ) -> Tensor:
-    """`torch._scaled_mm`, then one PyTorch kernel after the other for the branch."""
+    """`torch._scaled_mm` on a copy of Wᵀ, then one PyTorch kernel after the other for the branch."""
     assert dy.scale_inv is not None and weight.scale_inv is not None
-    wt = transpose_fp8.run(weight.data) if weight.t is None else weight.t
     dx = torch._scaled_mm(
         dy.data.contiguous().view(fp8_dtype),
-        wt.view(E4M3).t(),
+        transpose_fp8.run(weight.data).view(E4M3).t(),
         scale_a=dy.scale_inv,
         scale_b=weight.scale_inv,
         out_dtype=out_dtype,
@@ -364,9 +361,9 @@ fp8_grad_input = define(
         ),
         chosen,
     ),
-    "(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv, Tensor? weight_t,"
-    " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
-    " SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
+    "(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv, Tensor? ds,"
+    " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"
+    " bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
 )
 
 

@@ -282,7 +282,7 @@ def launch_csrc(
     in_blocks = weight.scale_inv.dim() == 2
     by_column = not in_blocks and weight.scale_inv.numel() > 1
     multiprocessors = multiprocessors_of(y.get_device())
-    how = "blocks" if in_blocks else "split" if split else "fast forward"
+    how = "blocks" if in_blocks else "split" if split else "fast"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     segment_rows = rows // adapters if adapters else 0
     run = extension().fp8_block_linear if in_blocks else extension().fp8_linear_lora

@@ -4,7 +4,7 @@
 The functions of an op take values (values.py); its schema is flat, as torch.library wants it. `define` makes two small
 functions from the two signatures: one takes the values apart for torch's dispatcher, the other puts them together again
 behind it. A field goes by the name that the schema has for it: `data` of a parameter x is "x", `scale_inv` is
-"x_scale_inv", `t` is "x_t", and any other field goes by its own name. A field that the schema lacks is not passed on.
+"x_scale_inv", and any other field goes by its own name. A field that the schema lacks is not passed on.
 
 Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
 """
@@ -30,7 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
 # Names of fields that the schema derives from the parameter's.
-_BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv", "t": "{}_t"}
+_BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv"}
 _VALUES = (Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight)
 # What the flat arguments are where an optional value is None.
 _ABSENT: dict[type, tuple[Any, ...]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wᵀ [K, N] of the bytes W [N, K]: a frozen FP8 weight's second copy, or a copy that a backward makes for itself.
+"""Wᵀ [K, N] of the bytes W [N, K]: a copy of a frozen FP8 weight that a backward makes for itself.
 
 Hopper's FP8 tensor cores read operands along the contraction only, so that dy W needs Wᵀ. csrc/ops/transpose_fp8 reads
 and writes 2NK bytes. Where N and K are multiples of 16, it moves 16 bytes at a time, and otherwise single bytes.

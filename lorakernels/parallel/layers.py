@@ -76,7 +76,7 @@ def check_layers(layers: Mapping[str, nn.Module]) -> None:
     """Refuse weights that cannot be sharded.
 
     Raises:
-        ValueError: a weight is not FP8, has a second layout, is merged, tied, sharded or on the meta device.
+        ValueError: a weight is not FP8, is merged, tied, sharded or on the meta device.
     """
     owners: dict[int, str] = {}
     devices: set[str] = set()
@@ -108,8 +108,6 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
         yield "has use_dora=True, whose norms need the whole weight: such a base is not sharded"
     if is_loaded_part(linear):
         yield "is a part that load_quantized(tp=…) read: call parallelize before shard_base"
-    if linear.weight_layout != "single":
-        yield "has weight_layout='both': only 'single' is sharded"
     if is_sharded(weight):
         yield "is sharded by FSDP2"
     if weight.is_meta:

@@ -77,7 +77,7 @@ class Part:
         if layer.fp8_state is not None:
             layer.fp8_state.begin(x.device, layer.column, layer.training)
         spec = self._spec(numbers, layer.training)  # type: ignore[attr-defined]
-        weight = in_bytes(Weight(layer.stored, layer.weight_scale_inv, layer.weight_t))
+        weight = in_bytes(Weight(layer.stored, layer.weight_scale_inv))
         call = PartCall(spec, slot, self.ranks, self.scales)
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         y: Tensor = self.node.apply(rows, self._bias(), adapter.A, adapter.B, weight, call)
@@ -211,7 +211,6 @@ def cut(
     layer.out_features, layer.in_features = layer.stored.shape
     layer.__class__ = kind  # type: ignore[assignment]
     layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)
-    layer.renew_weight_t()
     layer.column = layer.column  # a new handle
 
 

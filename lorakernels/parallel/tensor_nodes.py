@@ -167,7 +167,7 @@ def _save(ctx: Any, operand: Scaled, s: Tensor | None, adapter: Adapter, weight:
     x, _, need_A, need_B = ctx.needs_input_grad[:4]
     adapted = x or need_A or need_B
     ctx.save_for_backward(
-        *(weight if x else (None, None, None)),
+        *(weight if x else (None, None)),
         adapter.A if x else None,
         adapter.B if adapted else None,
         ctx.call.slot if x or need_A else None,
@@ -186,9 +186,9 @@ class _Saved(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any) -> _Saved:
-        data, scale_inv, t, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
+        data, scale_inv, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
         call, operand = ctx.call._replace(slot=slot), Scaled(x8, x_scale_inv)
-        return cls(Weight(data, scale_inv, t), Adapter(lora_A, lora_B), operand, s, call)
+        return cls(Weight(data, scale_inv), Adapter(lora_A, lora_B), operand, s, call)
 
     def grad_x(
         self, dy8: Scaled, ds: Tensor | None, mask: Dropout | None, dtype: torch.dtype

@@ -212,7 +212,6 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
             use_rslora=options.use_rslora,
             use_dora=options.use_dora,
             init_lora_weights=options.init_lora_weights == "true" or options.init_lora_weights,
-            weight_layout=options.weight_layout,  # type: ignore[arg-type]
             fp8=recipe_of(options),
         )
     except (ValueError, TypeError) as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of our options in other trainers, and suggestions for an unknown option.
+"""Names of our options in other trainers, those that we had before, and suggestions for an unknown option.
 
 PEERS has names of PEFT's LoraConfig, transformers' TrainingArguments, TRL, axolotl, unsloth, LLaMA-Factory and
 torchtune.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 PEERS = {
     "model": (
@@ -80,6 +81,24 @@ PEERS = {
 OURS = {peer: ours for ours, peers in PEERS.items() for peer in peers}
 
 
+class Gone(NamedTuple):
+    """An option that there was: the value by which every run goes now, and why."""
+
+    now: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"there is no such option any more, as {self.why}"
+
+
+GONE = {
+    "weight_layout": Gone(
+        "single",
+        "a second, transposed copy of the base took a byte more per parameter and saved no time",
+    )
+}
+
+
 def near(name: str, known: Collection[str]) -> list[str]:
     """Up to three of the `known` options that `name` may have meant, the likeliest first. `name` has underscores."""
     if name in OURS and OURS[name] in known:
@@ -97,6 +116,8 @@ def unknown_argument(words: Sequence[str], known: Collection[str]) -> str:
     if flag is None:
         return f"unexpected argument {words[0]!r}: a switch takes no value, --no-NAME turns it off"
     name = flag.lstrip("-").replace("-", "_")
+    if name in GONE:
+        return f"{flag}: {GONE[name]}: drop it"
     negated = name.startswith("no_") and name not in OURS
     prefix = "--no-" if negated else "--"
     found = near(name.removeprefix("no_") if negated else name, known)

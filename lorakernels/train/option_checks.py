@@ -22,7 +22,7 @@ AT_LEAST = {
     0: ("weight_decay", "max_grad_norm", "eval_every", "eval_rows", "save_every", "warmup"),
 }  # fmt: skip
 PLANNED = (
-    "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations", "weight_layout",
+    "shard_base", "shard_embeddings", "offload", "memory_budget", "save", "offload_activations",
     "fp8", "fp8_head", "gradient_checkpointing", "init_lora_weights", "use_dora", "cp",
     "pp", "tp",
 )  # fmt: skip
@@ -164,10 +164,6 @@ def _check_effects(options: FinetuneOptions) -> None:
         raise OptionError(
             f"eager replays no graphs, and graphs {options.graphs} asks for them: drop one of them"
         )
-    if options.weight_layout != "single" and not options.fp8:
-        raise OptionError(
-            f"weight_layout {options.weight_layout} is for a base in FP8: drop --weight-layout or --no-fp8"
-        )
 
 
 def _check_runtime(options: FinetuneOptions) -> None:
@@ -204,14 +200,9 @@ def _check_runtime(options: FinetuneOptions) -> None:
         raise OptionError(
             "shard_embeddings splits embedding and head as shard_base does the layers: give --shard-base, too"
         )
-    if options.shard_base and options.weight_layout != "single":
+    if options.offload and (options.demo or not options.fp8):
         raise OptionError(
-            f"shard_base needs weight_layout single, got {options.weight_layout}: drop one of them"
-        )
-    if options.offload and (options.demo or not options.fp8 or options.weight_layout != "single"):
-        raise OptionError(
-            "offload is for an FP8 base of --model with weight_layout single: drop --offload, or --demo, --no-fp8 "
-            "and weight_layout both"
+            "offload is for an FP8 base of --model: drop --offload, or --demo and --no-fp8"
         )
 
 
@@ -296,10 +287,6 @@ def _check_recipe(options: FinetuneOptions) -> None:
         return
     if not options.fp8:
         raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
-    if options.weight_layout != "single":
-        raise OptionError(
-            f"fp8_recipe block needs weight_layout single, got {options.weight_layout}: drop one of them"
-        )
 
 
 def _check_planned(options: FinetuneOptions) -> None:

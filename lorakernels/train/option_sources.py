@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lorakernels.train.errors import OptionError, require
-from lorakernels.train.names import near
+from lorakernels.train.names import GONE, near
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.yaml_text import load_yaml
 
@@ -68,6 +68,7 @@ def read_yaml(path: str) -> dict[str, Any]:
 
     Raises:
         OptionError: the file cannot be read, a type is wrong, or a name is unknown; the message suggests near names.
+            Or an option that is gone has another value than every run has now.
     """
     yaml = require("yaml")
     try:
@@ -86,6 +87,10 @@ def read_yaml(path: str) -> dict[str, Any]:
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
+        if name in GONE and value != GONE[name].now:
+            raise OptionError(f"{path}: {name}: {GONE[name]}, got {value!r}: drop it")
+        if name in GONE:
+            continue
         if name not in known:
             found = near(name, known)
             hint = (

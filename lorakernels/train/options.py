@@ -14,7 +14,6 @@ from lorakernels.train.option_fields import about, option
 from lorakernels.train.running_options import RunningOptions
 
 DTYPES = ("auto", "float32", "bfloat16")
-LAYOUTS = ("single", "both")
 RECIPES = ("delayed", "block")
 FORMATS = ("bf16", "fp8")
 GRAPHS = ("auto", "step", "layer")
@@ -258,12 +257,6 @@ class FinetuneOptions(RunningOptions):
         True,
         "runtime",
         "one dropout mask for the adapters of q, k, v and one for those of gate, up in fused layers",
-    )
-    weight_layout: str = option(
-        "single",
-        "runtime",
-        "both also holds the FP8 base transposed, one byte more per parameter, which cuBLASLt's dgrad needs",
-        choices=LAYOUTS,
     )
     cp: int = option(
         1,

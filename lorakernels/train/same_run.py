@@ -7,6 +7,7 @@ from typing import Any
 
 from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.errors import CheckpointError
+from lorakernels.train.names import GONE
 from lorakernels.train.options import FinetuneOptions
 
 # These options may change when a run is resumed. Any other change would make it another run.
@@ -33,8 +34,12 @@ def kept_options(options: FinetuneOptions) -> dict[str, Any]:
 
 
 def with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of a checkpoint. An option that is newer than the checkpoint had its default."""
-    return {**kept_options(FinetuneOptions()), **options}
+    """Options of a checkpoint. An option that is newer than the checkpoint had its default.
+
+    One that is gone is left out if its value was that by which every run goes now.
+    """
+    there = {n: value for n, value in options.items() if n not in GONE or value != GONE[n].now}
+    return {**kept_options(FinetuneOptions()), **there}
 
 
 def check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -48,6 +53,8 @@ def check_equal(step: int, before: dict[str, Any], now: dict[str, Any]) -> None:
             # of a run, or of one of its jobs
             if name.rpartition(": ")[2] in ("tokens", "eval_tokens"):
                 hint = "data, tokenizer or the version that makes tokens of rows is another: restore it"
+            if name in GONE:
+                hint = f"{GONE[name]}: go on with an earlier version"
             if name == "memory_budget":
                 hint = "restore it, where layout auto chose it by layout given with its shard_base and offload"
             raise CheckpointError(

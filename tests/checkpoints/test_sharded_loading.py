@@ -179,10 +179,9 @@ def refusal(rank: int, device: torch.device, folders: list[Path], options: dict[
     ("options", "message"),
     [
         ({"frozen": "plain"}, "self_attn.k_proj stays plain, but a sharded base is in FP8"),
-        ({"lora": replace(LORA, weight_layout="both")}, "lora.weight_layout must be 'single'"),
         ({"embeddings": True, "mesh": None}, "embeddings=True needs a mesh, found None"),
     ],
-    ids=["plain weights", "two layouts", "embeddings of one process"],
+    ids=["plain weights", "embeddings of one process"],
 )
 def test_what_cannot_be_sharded_is_refused_on_all_ranks(
     options: dict[str, Any], message: str, tmp_path: Path

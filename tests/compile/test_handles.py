@@ -135,7 +135,7 @@ def test_a_handle_of_nobody_is_refused():
     handle = module.handle.tensor.clone()
     del module
     stranger = layer()
-    base = (stranger._parameters["weight"], stranger.weight_scale_inv, None, None)
+    base = (stranger._parameters["weight"], stranger.weight_scale_inv, None)
     with pytest.raises(RuntimeError, match="no living layer has"):
         compiled_linear(torch.randn(5, 24), base, (None, None), None, handle, True)
 
@@ -149,13 +149,13 @@ def arguments():
         module.bias.requires_grad_()
 
     def forward(m, x=x, adapters=True, slot=slot):
-        parts = (m.stored, m.weight_scale_inv, m.weight_t, m.bias)
+        parts = (m.stored, m.weight_scale_inv, m.bias)
         pair = (m.lora_A, m.lora_B) if adapters else (None, None)
         return (x, *parts, *pair, slot, m.handle.tensor, True)
 
     x8, scale_inv = QUANTIZE(x, own.handle.tensor, True)
     backward = (
-        dy, x8, scale_inv, torch.randn(7, 3), own.stored, own.weight_scale_inv, None,
+        dy, x8, scale_inv, torch.randn(7, 3), own.stored, own.weight_scale_inv,
         own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own.handle.tensor,
     )  # fmt: skip
     # kept alive: a handle without a layer is refused

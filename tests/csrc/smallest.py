@@ -90,18 +90,16 @@ def products() -> Iterator[Call]:
     """With bias, residual and column scales, and without; both dtypes."""
     for split, rank in ((split, rank) for split in (True, False) for rank in RANKS):
         form = {"split": split, "by_row": rank == 8, "residual": rank in (8, 128)}
-        how = "split" if split else "fast forward"
+        how = "split" if split else "fast"
         for tile in tune.CSRC_TILES[how]:
             yield _linear(ops.fp8_linear_lora, partial(Linear, **form), how, tile, rank)
 
 
 def gradients() -> Iterator[Call]:
-    """W as it lies, and Wᵀ."""
     for split, rank in ((split, rank) for split in (True, False) for rank in RANKS):
-        for how in ("split", "turned") if split else ("fast", "turned fast"):
-            form = partial(Grad, split=split, both=not how.startswith("turned"))
-            for tile in tune.CSRC_TILES[how]:
-                yield from _gradients(ops.fp8_grad_input, form, how, tile, rank)
+        how, form = "turned" if split else "turned fast", partial(Grad, split=split)
+        for tile in tune.CSRC_TILES[how]:
+            yield from _gradients(ops.fp8_grad_input, form, how, tile, rank)
 
 
 def blocks() -> Iterator[Call]:
@@ -146,7 +144,7 @@ def groups() -> Iterator[Call]:
         yield Call(f"wide r{rank}", grouped, group_linears.Linear(640, DEPTH, rank), 384, "experts")
         make = group_grads.Grad(208, 640, rank, split=rank != 64)
         yield Call(f"gradient r{rank}", ops.grouped_grad_input, make, 384, "experts")
-        for tile in tune.CSRC_TILES["fast"] if rank else ():
+        for tile in [t for t in tune.CSRC_TILES["fast"] if t[0] > tune.LOW] if rank else ():
             adapters = Linear(tile[1] + MORE_COLS, DEPTH, rank, residual=rank == 8, adapters=2)
             yield Call(f"adapters r{rank}, {tile}", several, adapters, 512, "fast", tile)
         if rank:
@@ -256,7 +254,6 @@ def forced(call: Call) -> Iterator[tuple[Any, str, Callable[..., object]]]:
     if call.tile is None:
         return
     yield tune, "csrc_tile", lambda *_: (call.tile, 1.0)
-    yield tune, "csrc_turns", lambda *_: call.how.startswith("turned")
 
 
 def launch(group: str) -> int:

@@ -65,7 +65,7 @@ INSTRUCTIONS = {
     "fp8_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
     "sm90_grouped_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "fp8_block_gemm_kernel": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "STSM"},
-    "sm90_grad_input_untransposed.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
+    "sm90_grad_input.cu": {"QGMMA", "HGMMA", "UTMALDG", "UTMASTG", "LDSM"},
     "quantize_grad_kernel": {"HGMMA", "UTMALDG"},
     "lora_grad_a_kernel": {"HMMA", "LDGSTS", "UCGABAR_ARV"},  # the last: a cluster's barrier
     "quantize_lora_down_kernel": {"HMMA", "LDGSTS"},

@@ -35,7 +35,7 @@ GEMM = {
 SEGMENTS = {"rows": 256, "segment_rows": 128, "splits": False}
 GRAD_INPUT = GEMM | DROPOUT | {"a_dtype": "bfloat16", "format": "e5m2"}
 GROUPED = GEMM | {"rows": 128, "groups": 2}
-LINEAR = GEMM | {"scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16", "weight_t": None}
+LINEAR = GEMM | {"scaling": 2.0, "b_dtype": "bfloat16", "bias_dtype": "bfloat16"}
 SHAPE = {"rows": 64, "cols": 256}
 RANK = SHAPE | {"rank": 8}
 GRAD_A = RANK | DROPOUT | {"ds_pitch": 8, "out_dtype": "bfloat16"}
@@ -54,17 +54,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "check_longest_document": ("check_longest_document", {"documents": 3, "longest": 2**33}),
     "dropout_mask": ("dropout_mask", SHAPE | DRAWN),
     "dropped_bits": ("dropped_bits", SHAPE | DRAWN),
-    "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT | {"weight": 0}),
+    "fp8_block_grad_input": ("fp8_block_grad_input", GRAD_INPUT),
     "fp8_block_linear": ("fp8_block_linear", LINEAR | {"by_column": False}),
-    "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT | {"weight": 0}),
-    "fp8_grad_input_untransposed": ("fp8_grad_input", GRAD_INPUT | {"weight_t": None}),
+    "fp8_grad_input": ("fp8_grad_input", GRAD_INPUT),
     "fp8_linear_lora": ("fp8_linear_lora", LINEAR | {"by_column": True}),
     "fp8_linear_lora_of_blocks": (
         "fp8_linear_lora",
         LINEAR | {"by_column": True, "blocks": [(200, 8), (56, 0)]},
     ),
     "fp8_linear_lora_of_segments": ("fp8_linear_lora", LINEAR | SEGMENTS | {"by_column": True}),
-    "fp8_grad_input_of_segments": ("fp8_grad_input", GRAD_INPUT | SEGMENTS | {"weight_t": None}),
+    "fp8_grad_input_of_segments": ("fp8_grad_input", GRAD_INPUT | SEGMENTS),
     "grouped_grad_input": (
         "grouped_grad_input",
         GROUPED | {"a_dtype": "bfloat16", "format": "e5m2"},

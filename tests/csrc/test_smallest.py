@@ -37,10 +37,9 @@ def test_products_have_every_tile_rank_and_mask() -> None:
             if each.kind == "extension" and "tile_rows" in each.arguments:
                 a = each.arguments
                 mask = "none" if not a.get("slot") else "given" if a["dropped"] else "drawn"
-                kept = a["weight_t"] is not None if each.name == "fp8_grad_input" else False
                 tile = (a["tile_rows"], a["tile_cols"])
                 splits = a["splits"] and "block" not in each.name  # which always do
-                found.add((each.name, tile, splits, kept, a["rank"], mask))
+                found.add((each.name, tile, splits, a["rank"], mask))
     assert not set(wanted_products()) - found
 
 
@@ -50,14 +49,12 @@ def wanted_products():
         for tile, rank in itertools.product(tiles, RANKS):
             masks = ("none", "drawn", "given") if rank else ("none",)
             if how == "blocks":
-                yield "fp8_block_linear", tile, False, False, rank, "none"
-                yield from (("fp8_block_grad_input", tile, False, False, rank, m) for m in masks)
+                yield "fp8_block_linear", tile, False, rank, "none"
+                yield from (("fp8_block_grad_input", tile, False, rank, m) for m in masks)
+            elif how.startswith("turned"):
+                yield from (("fp8_grad_input", tile, splits, rank, m) for m in masks)
             else:
-                kept = not how.startswith("turned")
-                if how != "fast forward":
-                    yield from (("fp8_grad_input", tile, splits, kept, rank, m) for m in masks)
-                if how in ("split", "fast forward"):
-                    yield "fp8_linear_lora", tile, splits, False, rank, "none"
+                yield "fp8_linear_lora", tile, splits, rank, "none"
 
 
 @pytest.mark.gpu

@@ -68,7 +68,6 @@ def make(way: Way, device: torch.device) -> nn.Module:
         dtype=way.dtype,
         fp8=fp8,
         lora_dropout=way.dropout,
-        weight_layout="single",
         rng_state=PhiloxState(11, device),
     )
     if way.checkpoint:

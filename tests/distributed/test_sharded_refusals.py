@@ -35,10 +35,6 @@ def fp8_model() -> nn.Module:
     return adapted(targets=LINEARS, fp8=FP8)
 
 
-def two_layouts(rank: int) -> nn.Module:
-    return adapted(targets=LINEARS, fp8=FP8, weight_layout="both")
-
-
 def merged(rank: int) -> nn.Module:
     model = fp8_model()
     if rank == 1:
@@ -91,7 +87,6 @@ REFUSED: dict[str, Refused] = {
     "nn.Linears": (
         lambda rank: adapted(targets=ATTENTION, fp8=FP8), {}, r"gate_proj is an nn\.Linear",
     ),
-    "two layouts": (two_layouts, {}, r"q_proj has weight_layout='both'"),
     "merged on one rank": (merged, {}, r"rank 1: model\.layers\.0\.self_attn\.q_proj is merged"),
     "tied": (tied, {}, r"1\.mlp\.down_proj shares its memory with model\.layers\.0"),
     "no decoder layer": (lambda rank: nn.Linear(2, 2), {}, "Linear has no decoder layer"),

@@ -180,7 +180,6 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
     found = {
         "no adapters": refused(lambda: load(None)),
         "DoRA": refused(lambda: load(replace(LORA, use_dora=True))),
-        "both layouts": refused(lambda: load(replace(LORA, weight_layout="both"))),
         "sharded": refused(lambda: load(mesh=mesh)),
         "offloaded": refused(lambda: load(offload=0.5)),
         "chunks": refused(lambda: load(stages=(mesh, 0))),
@@ -202,7 +201,6 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
     said = {
         "no adapters": "stages needs lora",
         "DoRA": "use_dora=True needs whole weights",
-        "both layouts": "weight_layout must be 'single' for stages",
         "sharded": "neither sharded nor offloaded",
         "offloaded": "neither sharded nor offloaded",
         "chunks": "chunks must be a positive integer, found 0",

@@ -274,7 +274,6 @@ def refusals(rank: int, device: torch.device, folder: Path) -> dict[str, str]:
     found = {
         "no adapters": refused(lambda: load(None)),
         "DoRA": refused(lambda: load(replace(LORA, use_dora=True))),
-        "both layouts": refused(lambda: load(replace(LORA, weight_layout="both"))),
         "sharded": refused(lambda: load(mesh=mesh)),
         "offloaded": refused(lambda: load(offload=0.5)),
         "stages": refused(lambda: load(stages=mesh)),
@@ -333,7 +332,6 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
     said = {
         "no adapters": "tp needs lora",
         "DoRA": "use_dora=True needs whole weights",
-        "both layouts": "weight_layout must be 'single' for tp",
         "sharded": "call shard_base after parallelize",
         "offloaded": "call shard_base after parallelize",
         "stages": "tp does not go with stages",

@@ -136,10 +136,6 @@ REFUSALS = {
         on_layer(lambda m: setattr(m.self_attn.q_proj, "lora_B", _half(m.self_attn.q_proj.lora_B))),
         r"must have one adapter dtype, found \['torch\.bfloat16', 'torch\.float32'\]",
     ),
-    "weight layout": (
-        on_layer(lambda m: setattr(m.self_attn.q_proj, "weight_layout", "both")),
-        "must have one weight_layout",
-    ),
     "bias dtype": (on_layer(lambda m: _biases(m.self_attn)), "must have one bias dtype"),
     "recipe": (
         on_layer(lambda m: setattr(m.mlp, "up_proj", _frozen(m.mlp.up_proj))),

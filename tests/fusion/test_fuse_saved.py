@@ -85,12 +85,11 @@ def test_unfuse_after_training_leaves_usable_scales() -> None:
 
 
 def test_unfused_layers_have_whole_memory_of_their_own() -> None:
-    """Kernels read the second copy of a weight row by row, as the first."""
-    model = adapted("Qwen2", LINEARS, fp8=DelayedScaling(), weight_layout="both")
+    model = adapted("Qwen2", LINEARS, fp8=DelayedScaling())
     fuse(model)
     unfuse(model)
     attention = model.model.layers[0].self_attn
-    for name in ("stored", "weight_t", "lora_A", "bias"):
+    for name in ("stored", "lora_A", "bias"):
         tensors = [getattr(m, name) for m in (attention.q_proj, attention.k_proj)]
         assert all(t.is_contiguous() for t in tensors), name
         assert len({t.untyped_storage().data_ptr() for t in tensors}) == 2, name
@@ -250,7 +249,7 @@ def test_unloading_a_fused_model_leaves_plain_layers(family: str, fp8) -> None:
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "to", "assign"])
 @pytest.mark.parametrize("family", PACKINGS)
 def test_memory_that_moved_is_joined_again(family: str, how: str) -> None:
-    model = adapted(family, LINEARS, fp8=DelayedScaling(), weight_layout="both")
+    model = adapted(family, LINEARS, fp8=DelayedScaling())
     fuse(model)
     x = tokens()
     expected = run(model, x)

@@ -32,8 +32,8 @@ def _says_that_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedGroup, "_capturing", lambda group: asks(group) or imitated() > 0)
 
 
-def fused(device: torch.device, layout: Any = "single") -> nn.Module:
-    model = adapted(targets=LINEARS, device=device, fp8=DelayedScaling(), weight_layout=layout)
+def fused(device: torch.device) -> nn.Module:
+    model = adapted(targets=LINEARS, device=device, fp8=DelayedScaling())
     fuse(model, attention="math")
     return model
 
@@ -52,10 +52,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
 class Graphs:
     """A fused model and its graphs, of layers or of the whole step. A call trains one microbatch, without an update."""
 
-    def __init__(
-        self, device: torch.device, whole: bool, layout: str = "single", written: Any = None
-    ) -> None:
-        self.model, self.device = fused(device, layout), device
+    def __init__(self, device: torch.device, whole: bool, written: Any = None) -> None:
+        self.model, self.device = fused(device), device
         state = fp8_state(self.model)
         state.reduce_and_update()
         self.x = torch.randn(2, 12, 32, device=device)
@@ -130,16 +128,15 @@ def write_a_weight(run: Graphs) -> None:
         largest.stored.zero_()
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "step"])
 @pytest.mark.parametrize(
     "write", [merge_and_unmerge, load_another_base, write_a_scale, write_a_weight]
 )
 def test_a_replay_reads_what_was_written(
-    device: torch.device, write: Callable[[Graphs], None], whole: bool, layout: str
+    device: torch.device, write: Callable[[Graphs], None], whole: bool
 ) -> None:
     """Scales by column, multipliers and factors are derived from the weights; no eager forward renews them here."""
-    run = Graphs(device, whole, layout)
+    run = Graphs(device, whole)
     for _ in range(2):  # the second write finds what the first has renewed
         write(run)
         before = getattr(run.graphs, "replayed", 0)
@@ -151,11 +148,11 @@ def test_a_replay_reads_what_was_written(
 
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "step"])
 @pytest.mark.parametrize("write", [merge_and_unmerge, load_another_base])
-def test_a_transposed_copy_that_was_replaced_is_replayed(
+def test_what_was_written_before_the_capture_is_replayed(
     device: torch.device, write: Callable[[Graphs], None], whole: bool
 ) -> None:
-    """weight_layout="both": where a renewal moves what is watched, every replay is refused."""
-    run = Graphs(device, whole, "both", write)
+    """Where a renewal moves what is watched, every replay is refused."""
+    run = Graphs(device, whole, write)
     for _ in range(2):
         for index, (a, b) in enumerate(zip(run(), run.eager(), strict=True)):
             assert torch.equal(a, b), index

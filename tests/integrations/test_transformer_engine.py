@@ -193,17 +193,16 @@ def te_model(**changes: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
-def test_convert_te_model_then_apply_lora(layout):
+def test_convert_te_model_then_apply_lora():
     model = te_model(fp8_meta=te_meta(scales=(3.0, 5.0), margin=1))
     raw = [model[i].weight._data.clone() for i in (0, 2)]
-    assert convert_te_model(model, weight_layout=layout) == ["0", "2"]
+    assert convert_te_model(model) == ["0", "2"]
     assert model[2] is model[3] and isinstance(model[2], FrozenFP8Linear)
     state = model[0].fp8_state
     assert state is model[2].fp8_state and state.names == ("0", "2")
     assert state.recipe == DelayedScaling(margin=1, amax_history_len=3)
     assert (state.forward[-1].tolist(), state.backward[-1].tolist()) == ([3.0, 0.0], [5.0, 0.0])
-    config = LoRAConfig(r=2, target_modules="all-linear", weight_layout=layout, fp8=state.recipe)
+    config = LoRAConfig(r=2, target_modules="all-linear", fp8=state.recipe)
     report = apply_lora(model, config)
     assert torch.equal(report.fp8_state.forward, state.forward)
     for i, expected in zip((0, 2), raw, strict=True):
@@ -217,7 +216,6 @@ def test_convert_te_model_then_apply_lora(layout):
     "change, options, error, message",
     [
         ({}, {"fp8": True}, TypeError, "must be a DelayedScaling or None .*got True"),
-        ({}, {"weight_layout": "x"}, ValueError, "'single' or 'both', got 'x'"),
         ({"tp_size": 2}, {}, TypeError, "^2 is a Linear, which cannot be converted: it is one"),
         ({"weight": MXFP8Tensor()}, {}, TypeError, "^2 is a Linear, .*MXFP8Tensor"),
         (

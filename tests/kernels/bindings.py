@@ -10,7 +10,7 @@ from lorakernels import _C
 
 DROPOUT = ("slot", "p", "site", "row0", "col0", "dropped", "chunks")
 WHERE, SIZES, RANK = ("stream", "device"), ("rows", "cols"), ("rows", "cols", "rank")
-SCALE, WEIGHT = ("amax", "kept", "partials"), ("weight", "weight_scale_inv", "weight_t")
+SCALE, WEIGHT = ("amax", "kept", "partials"), ("weight", "weight_scale_inv")
 GROUPED = ("weight", "weight_scale_inv", "group_of", "groups")
 PRODUCT = (*SIZES, "depth", "rank", "segment_rows", "blocks")
 TILES = ("splits", "tile_rows", "tile_cols", "multiprocessors")

@@ -79,13 +79,12 @@ def test_everything_below_a_saved_module_stays() -> None:
     assert row.reason.endswith("trained, in modules_to_save")
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
-def test_frozen_fp8_is_what_load_quantized_gives(kind: str, layout: str, tmp_path: Path) -> None:
+def test_frozen_fp8_is_what_load_quantized_gives(kind: str, tmp_path: Path) -> None:
     checkpoints = pytest.importorskip("tests.small_checkpoints")
     changes = {"tie_word_embeddings": kind == "Qwen2"}
     checkpoints.write_checkpoint(tmp_path, checkpoints.config(kind, **changes))
-    lora = LoRAConfig(r=4, target_modules=["q_proj", "down_proj"], weight_layout=layout)
+    lora = LoRAConfig(r=4, target_modules=["q_proj", "down_proj"])
     loaded = checkpoints.ours(tmp_path, lora=lora)
     model = checkpoints.theirs(tmp_path, None)
     torch.manual_seed(5)
@@ -93,7 +92,7 @@ def test_frozen_fp8_is_what_load_quantized_gives(kind: str, layout: str, tmp_pat
     assert report.fp8_state.names == loaded.fp8_state.names and len(report.fp8_state.names) == 14
     for path, module in model.named_modules():
         if isinstance(module, FrozenFP8Linear):
-            assert module.name == path and module.weight_layout == layout
+            assert module.name == path
             assert module.column == loaded.model.get_submodule(path).column
     checkpoints.assert_equal(model, loaded.model)
     reasons = {row.name: row.reason for row in loaded.report.modules}

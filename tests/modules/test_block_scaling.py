@@ -47,15 +47,9 @@ def held(layer: FrozenFP8Linear) -> tuple[torch.Tensor, torch.Tensor]:
     [
         (lambda: BlockScaling("E5M2"), ValueError, "BlockScaling.fp8_format must be 'E4M3' or"),
         (lambda: BlockScaling(power_2_scale=1), TypeError, "power_2_scale must be True or False"),
-        (lambda: LoRAConfig(fp8=BLOCKS, weight_layout="both"), ValueError, "must be 'single' under"),
         (lambda: LoRAConfig(fp8="blocks"), TypeError, "a DelayedScaling, a BlockScaling or None"),
-        (
-            lambda: FrozenFP8Linear(8, 8, fp8=BLOCKS, weight_layout="both"),
-            ValueError,
-            "weight_layout must be 'single' under BlockScaling, got 'both'",
-        ),
     ],
-    ids=["format", "power_2_scale", "layout", "no recipe", "layer's layout"],
+    ids=["format", "power_2_scale", "no recipe"],
 )  # fmt: skip
 def test_a_recipe_refuses(make, error, message):
     with pytest.raises(error, match=message):

@@ -162,7 +162,7 @@ def test_a_column_scale_is_the_factor_beside_the_product(
 
 def test_hopper_runs_one_product_with_a_scale_for_each_column() -> None:
     linear = nn.Linear(256, 512, dtype=torch.bfloat16)
-    layer = DoRALinear.from_linear(linear, config(DelayedScaling(), r=8, weight_layout="single"))
+    layer = DoRALinear.from_linear(linear, config(DelayedScaling(), r=8))
     x = torch.randn(256, 256, dtype=torch.bfloat16, requires_grad=True)
     with dry_cuda() as recorded:
         y = layer(x)

@@ -27,12 +27,10 @@ def raw(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", [FrozenFP8Linear, LoRALinear], ids=["frozen", "lora"])
 def test_bytes_and_their_scale_are_taken_as_they_are(kind: Any, dtype: torch.dtype) -> None:
     data, scale_inv = quantize_weight(torch.randn(10, 24))
-    spec: Any = FrozenSpec(FP8, "both") if kind is FrozenFP8Linear else None
-    spec = spec or LoRAConfig(r=4, fp8=FP8, weight_layout="both")
+    spec: Any = FrozenSpec(FP8) if kind is FrozenFP8Linear else LoRAConfig(r=4, fp8=FP8)
     layer = kind.from_weight(Weight(data.view(dtype), scale_inv), torch.ones(10), spec)
     assert type(layer) is kind and layer.training and layer.bias.tolist() == [1.0] * 10
     assert layer.stored.data_ptr() == data.data_ptr() and layer.weight_scale_inv is scale_inv
-    assert torch.equal(layer.weight_t, data.t())
     assert layer(torch.randn(3, 24)).shape == (3, 10)
 
 
@@ -41,8 +39,8 @@ def test_a_plain_weight_gives_what_from_linear_gives(fp8: DelayedScaling | None)
     linear = nn.Linear(24, 10).eval()
     state = None if fp8 is None else FP8State(["other", "mine"], fp8)
     names = {"fp8_state": state, "name": "mine"}
-    expected = FrozenFP8Linear.from_linear(linear, fp8, weight_layout="both", **names)
-    spec = FrozenSpec(fp8, "both", **names)
+    expected = FrozenFP8Linear.from_linear(linear, fp8, **names)
+    spec = FrozenSpec(fp8, **names)
     found = FrozenFP8Linear.from_weight(Weight(linear.weight.detach()), linear.bias, spec)
     assert found.training and not expected.training and found.column == expected.column
     assert found.fp8_state is state and found.name == "mine" and found.column == (fp8 is not None)

@@ -36,7 +36,6 @@ CONFIG = LoRAConfig(
     fp8=DelayedScaling(amax_history_len=3),
     modules_to_save=["lm_head"],
     bias="all",
-    weight_layout="both",
 )
 
 
@@ -61,8 +60,6 @@ def looks(model: nn.Module, ids: Tensor) -> dict[str, Any]:
                 found[f"{path} charge"] = module.fp8_state.in_charge
             if isinstance(module, LoRALinear):
                 found[f"{path} disabled"] = module.disable_adapters
-            transposed = module.weight_t is not None
-            assert not transposed or torch.equal(module.weight_t, module.stored.t()), path
         if (config := getattr(module, "config", None)) is not None and hasattr(config, "use_cache"):
             found[f"{path} use_cache"] = config.use_cache
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -91,20 +88,20 @@ def _with_frozen() -> nn.Module:
     return model
 
 
-def _tuned(**options: Any) -> nn.Module:
-    model = adapted("Qwen2", ("q_proj", "v_proj", "up_proj"), fp8=CONFIG.fp8, **options)
+def _tuned() -> nn.Module:
+    model = adapted("Qwen2", ("q_proj", "v_proj", "up_proj"), fp8=CONFIG.fp8)
     next(m for m in model.modules() if isinstance(m, LoRALinear)).fp8_state.backward.uniform_()
     return model
 
 
 def _fused() -> nn.Module:
-    model = _tuned(weight_layout="both")
+    model = _tuned()
     fuse(model, keep_linears=True)
     return model
 
 
 def _merged() -> nn.Module:
-    model = _tuned(weight_layout="both")
+    model = _tuned()
     merge_lora(model)
     return model
 
@@ -117,10 +114,10 @@ def _leave_disabled(model: nn.Module) -> None:
 CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any]]] = {
     "apply_lora": (_with_frozen, lambda m: apply_lora(m, CONFIG)),
     "apply_lora over FP8": (_with_frozen, lambda m: apply_lora(m, CONFIG, frozen="fp8")),
-    "fuse": (lambda: _tuned(weight_layout="both"), fuse),
+    "fuse": (_tuned, fuse),
     "fuse over a plain base": (lambda: adapted("Qwen3"), fuse),
     "unfuse": (_fused, unfuse),
-    "merge_lora": (lambda: _tuned(weight_layout="both"), merge_lora),
+    "merge_lora": (_tuned, merge_lora),
     "unmerge_lora": (_merged, unmerge_lora),
     "disable_lora": (_merged, _leave_disabled),
 }

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from lorakernels import (
     LoRAConfig,
     LoRALinear,
     LoRALinearGroup,
-    ops,
     training_state_dict,
 )
 from lorakernels.autograd import AdapterNumbers
@@ -34,8 +32,8 @@ def storage(request, monkeypatch):
     monkeypatch.setattr(stored_weight, "STORAGE", request.param)
 
 
-def make(fp8=True, layout="single", dtype=None, **options):
-    config = LoRAConfig(r=4, fp8=DelayedScaling() if fp8 else None, weight_layout=layout, **options)
+def make(fp8=True, dtype=None, **options):
+    config = LoRAConfig(r=4, fp8=DelayedScaling() if fp8 else None, **options)
     layer = LoRALinear(24, 10, config=config, dtype=dtype)
     nn.init.normal_(layer.lora_B, std=0.3)
     return layer
@@ -81,52 +79,25 @@ def test_from_linear_equals_the_linear_at_init():
 
 @pytest.mark.parametrize("how", ["half", "bfloat16", "to_bf16", "double"])
 def test_to_dtype_never_touches_the_fp8_bytes(how):
-    layer = make(layout="both")
-    kept = [raw(t).clone() for t in (layer.weight, layer.weight_scale_inv, layer.weight_t)]
+    layer = make()
+    kept = [raw(t).clone() for t in (layer.weight, layer.weight_scale_inv)]
     {
         "half": layer.half,
         "bfloat16": layer.bfloat16,
         "to_bf16": lambda: layer.to(torch.bfloat16),
         "double": layer.double,
     }[how]()
-    now = [raw(t) for t in (layer.weight, layer.weight_scale_inv, layer.weight_t)]
+    now = [raw(t) for t in (layer.weight, layer.weight_scale_inv)]
     assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
     assert layer.weight_scale_inv.dtype == torch.float32 and layer.weight.dtype == E4M3
     assert layer.fp8_state.forward.dtype == torch.float32
     assert layer.lora_A.dtype == layer.bias.dtype != torch.float32
 
 
-def test_the_second_copy_is_made_by_the_op():
-    """Which is csrc's kernel on a GPU; also without data."""
-    with mock.patch.object(ops, "transpose_fp8", wraps=ops.transpose_fp8) as op:
-        layer = make(layout="both")
-        empty = LoRALinear(24, 10, config=LoRAConfig(weight_layout="both"), device="meta")
-    assert op.call_count == 2 and empty.weight_t.is_meta and empty.weight_t.shape == (24, 10)
-    assert torch.equal(layer.weight_t, layer.stored.t()) and layer.weight_t.is_contiguous()
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_the_second_copy_keeps_its_memory(mode):
-    """Captured graphs read it at its address. Autograd may save what was written in torch's inference mode."""
-    layer, other = make(layout="both"), make(layout="both")
-    held, at = layer.weight_t, layer.weight_t.data_ptr()
-    for write in (layer.merge, layer.unmerge, lambda: layer.load_state_dict(other.state_dict())):
-        before = layer.stored.clone()
-        with mode():
-            write()
-        assert not torch.equal(layer.stored, before)
-        assert layer.weight_t is held and held.data_ptr() == at
-        assert torch.equal(held, layer.stored.t())
-    layer(torch.randn(6, 24, requires_grad=True)).sum().backward()
-    with torch.inference_mode():
-        layer.weight_t = layer.weight_t.clone()
-    layer.merge()
-    assert not layer.weight_t.is_inference() and torch.equal(layer.weight_t, layer.stored.t())
-
-
 @pytest.mark.gpu
 def test_to_device_moves_everything():
-    layer = make(layout="both").cuda()
+    layer = make().cuda()
+    kept = layer.stored.clone()
     tensors = [
         *layer.parameters(),
         *layer.buffers(),
@@ -134,7 +105,7 @@ def test_to_device_moves_everything():
         layer.fp8_state.backward,
     ]
     assert all(t.is_cuda for t in tensors)
-    assert torch.equal(layer.cpu().weight_t, layer.stored.t())
+    assert torch.equal(layer.cpu().stored, kept.cpu())
 
 
 def trained(layer):
@@ -144,11 +115,10 @@ def trained(layer):
     return layer
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "plain"])
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save", "state_dict", "assign"])
-def test_round_trips_bit_for_bit(how, fp8, layout):
-    layer = trained(make(fp8, layout, lora_dropout=0.25))
+def test_round_trips_bit_for_bit(how, fp8):
+    layer = trained(make(fp8, lora_dropout=0.25))
     if how == "deepcopy":
         twin = copy.deepcopy(layer)
     elif how == "pickle":
@@ -156,10 +126,10 @@ def test_round_trips_bit_for_bit(how, fp8, layout):
     elif how == "torch.save":
         file = io.BytesIO()
         torch.save(layer.state_dict(), file)
-        twin = make(fp8, layout, lora_dropout=0.25)
+        twin = make(fp8, lora_dropout=0.25)
         twin.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     else:
-        twin = make(fp8, layout, lora_dropout=0.25)
+        twin = make(fp8, lora_dropout=0.25)
         twin.load_state_dict(copy.deepcopy(layer.state_dict()), assign=how == "assign")
     for (key, a), b in zip(layer.state_dict().items(), twin.state_dict().values(), strict=True):
         assert a.dtype == b.dtype and torch.equal(raw(a), raw(b)), key
@@ -172,6 +142,24 @@ def test_round_trips_bit_for_bit(how, fp8, layout):
         y.pow(2).sum().backward()
         results.append((y, xs.grad, module.lora_A.grad, module.lora_B.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("copies", [False, True], ids=["single", "both"])
+def test_a_pickle_with_a_weight_layout_is_read(copies):
+    """It says how the weight was held, and may have a transposed copy, which is dropped."""
+    layer = trained(make())
+    state = layer.__getstate__()
+    state["weight_layout"] = "both" if copies else "single"
+    state["_buffers"] = {**layer._buffers, "weight_t": layer.stored.t() if copies else None}
+    state["_non_persistent_buffers_set"] = {"weight_t"}
+    old = LoRALinear.__new__(LoRALinear)
+    old.__setstate__(copy.deepcopy(state))
+    assert dict(old.named_buffers()).keys() == dict(layer.named_buffers()).keys()
+    assert vars(old).keys() == vars(layer).keys() and not old._non_persistent_buffers_set
+    x = torch.randn(6, 24)
+    assert torch.equal(old.eval()(x), layer.eval()(x))
+    twin = pickle.loads(pickle.dumps(old))
+    assert torch.equal(twin(x), layer(x))
 
 
 @pytest.mark.parametrize("name", ["scaling", "lora_dropout", "row0", "site"])
@@ -293,7 +281,7 @@ def test_meta_then_to_empty_then_load():
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "plain"])
 def test_merge_and_unmerge(fp8):
-    layer = trained(make(fp8, "both"))
+    layer = trained(make(fp8))
     x = torch.randn(64, 24)
     layer.eval()
     apart, state = layer(x), {k: v.clone() for k, v in layer.state_dict().items()}
@@ -326,9 +314,8 @@ def test_merging_a_non_finite_adapter_is_refused():
     assert not layer.merged and torch.equal(raw(layer.weight), before)
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
-def test_eval_turns_dropout_off_and_changes_nothing_else(layout):
-    layer = trained(make(layout=layout, lora_dropout=0.5))
+def test_eval_turns_dropout_off_and_changes_nothing_else():
+    layer = trained(make(lora_dropout=0.5))
     x = torch.randn(6, 24)
     layer.eval()
     rng, state = torch.get_rng_state(), layer.fp8_state.forward.clone()

@@ -226,13 +226,11 @@ def scales(arguments: Arguments) -> list[Tensor]:
 
 
 def poisonable(arguments: Arguments, bad: float) -> Iterator[int]:
-    """Which of the tensors are operands: not FP8 states, slots, labels or what holds a matrix twice.
+    """Which of the tensors are operands: not FP8 states, slots or labels.
 
     An infinite scale is none: zeros and sums of both signs are NaN by it, or are not, as it comes before or after them.
     """
-    values = [a for a in arguments if isinstance(a, Scaling | Dropout)]
-    values += [a for a in arguments if isinstance(a, Weight) and a.t is not None]
-    held = tensors(values)
+    held = tensors([a for a in arguments if isinstance(a, Scaling | Dropout)])
     if bad == bad:
         held += scales(arguments)
     for i, tensor in enumerate(tensors(arguments)):

@@ -75,7 +75,7 @@ def test_the_mask_is_the_reference_s_bit_for_bit(cols: int, origin: tuple[int, i
         else f"{value[0]}x{value[1]}"
     ),
 )
-def test_the_mask_over_w_as_it_lies_is_the_reference_s_bit_for_bit(
+def test_the_mask_of_every_tile_is_the_reference_s_bit_for_bit(
     tile: tuple[int, int],
     split: bool,
     origin: tuple[int, int],
@@ -84,7 +84,6 @@ def test_the_mask_over_w_as_it_lies_is_the_reference_s_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In tiles that hang over the last row and the last column; rank, p and what is kept are exact in bf16."""
-    monkeypatch.setattr(tune, "csrc_turns", lambda *_: True)
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     operands = arguments(2 * 192 + 77, 2 * 128 + 80, 144, rank, origin, p=P, split=split)
     call, keep = of_ones(operands)
@@ -120,7 +119,6 @@ def test_ranks_of_zeros_change_no_bit(
     tile: tuple[int, int], p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 ranks are multiplied piece by piece of a tile; more of them, all pieces at once."""
-    monkeypatch.setattr(tune, "csrc_turns", lambda *_: True)
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     call = arguments(1000, 1040, 272, 64, p=p)
     dy, fp8, weight, ds, lora_A, *others = call
@@ -152,12 +150,12 @@ def test_bits_of_a_mask() -> None:
         (8192, 8192, "split", (192, 128)),
         (1024, 2048, "turned", (128, 128)),
         (8192, 8192, "turned", (192, 128)),
-        (1, 1, "fast", (128, 128)),
+        (1, 1, "turned fast", (128, 128)),
         (8192, 8192, "fast", (128, 256)),
-        (64, 4096, "fast", (128, 128)),
-        (64, 4096, "fast forward", (64, 128)),
-        (64, 128 * 1000, "fast forward", (64, 128)),
-        (65, 4096, "fast forward", (128, 128)),
+        (64, 4096, "turned fast", (128, 128)),
+        (64, 4096, "fast", (64, 128)),
+        (64, 128 * 1000, "fast", (64, 128)),
+        (65, 4096, "fast", (128, 128)),
         (1024, 2048, "turned fast", (128, 128)),
         (8192, 8192, "turned fast", (256, 128)),
     ],
@@ -166,16 +164,6 @@ def test_tiles_that_fill_the_multiprocessors(
     rows: int, cols: int, how: str, tile: tuple[int, int]
 ) -> None:
     assert tune.csrc_tile(rows, cols, how, 132)[0] == tile
-
-
-@pytest.mark.parametrize(
-    ("rows", "split", "turns"),
-    [(1024, True, True), (8192, True, False), (1024, False, False)],
-)
-def test_a_transposed_weight_is_read_where_that_is_faster(
-    rows: int, split: bool, turns: bool
-) -> None:
-    assert tune.csrc_turns(rows, 8192 if rows > 1024 else 2048, split, 132) is turns
 
 
 def test_the_tile_is_printed_once_when_asked(monkeypatch, capsys) -> None:
@@ -208,11 +196,8 @@ def test_sums_in_parts_keep_what_the_tensor_cores_drop() -> None:
 def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles of any shape, whether or not they would be chosen."""
     draw = random.Random(seed)
-    both, split = draw.random() < 0.5, draw.random() < 0.7
-    turned = not both or draw.random() < 0.3
-    how = ("turned" if split else "turned fast") if turned else "split" if split else "fast"
-    tile = draw.choice(list(tune.CSRC_TILES[how]))
-    monkeypatch.setattr(tune, "csrc_turns", lambda *_: turned)
+    split = draw.random() < 0.7
+    tile = draw.choice(list(tune.CSRC_TILES["turned" if split else "turned fast"]))
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     call = arguments(
         draw.choice([1, 3, 64, 127, 128, 200, 513, draw.randint(1, 3000)]),
@@ -223,23 +208,20 @@ def test_random_shapes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         dtype=draw.choice([BF16, FP16]),
         a=draw.choice([BF16, FP16, FP32]),
         fp8=draw.choice([E5M2, E4M3]),
-        both=both,
         split=split,
     )
     assert not fault(bound, Call(call, call, (run(call),)))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("how", ["split", "turned", "fast", "turned fast"])
+@pytest.mark.parametrize("how", ["turned", "turned fast"])
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_it_writes_dx_and_nothing_around_it(
     how: str, large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    turned = "turned" in how
     tile = next(iter(tune.CSRC_TILES[how])) if large else (128, 128)
-    monkeypatch.setattr(tune, "csrc_turns", lambda *_: turned)
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
-    call = arguments(301, 528, 272, 24, both=not turned, split="fast" not in how)
+    call = arguments(301, 528, 272, 24, split="fast" not in how)
     expected = run(call)
     rooms: list[tuple[Tensor, int]] = []
     with between_guards(rooms):  # dx alone is allocated, and is NaN before

@@ -26,16 +26,15 @@ def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
     monkeypatch.setattr(MODULE, "multiprocessors_of", lambda _: 132)
     dy, w, one = torch.zeros(4, 16).to(E5M2), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1)
     lora_A, slot = torch.zeros(4, 32, dtype=FP16), torch.tensor([1, 2])
-    weight = Weight(w, one, w.t().contiguous())
-    by_csrc(Scaled(dy, one), E5M2, weight, None, lora_A, Dropout(slot, 0.1, SITE), BF16)
+    by_csrc(Scaled(dy, one), E5M2, Weight(w, one), None, lora_A, Dropout(slot, 0.1, SITE), BF16)
     (_, *factors), _, _, mask, sizes, (_, a_dtype, _), *_ = ran.fp8_grad_input.call_args.args
     assert (factors, mask, sizes.rank, a_dtype) == ([None, None], None, 0, "bfloat16")
 
 
 VALID = {
-    **{"dx": 0, "dy8": 0, "weight": 0, "weight_t": 0},
+    **{"dx": 0, "dy8": 0, "weight": 0},
     **dict.fromkeys(("dy_scale_inv", "weight_scale_inv", "ds", "A"), 0),
-    **{"rows": 1, "cols": 8, "depth": 16, "rank": 3},
+    **{"rows": 1, "cols": 16, "depth": 16, "rank": 3},
     **{"slot": 0, "site": 0, "p": 0.0, "row0": 0, "col0": 0, "dropped": 0, "chunks": ()},
     **{"dtype": "bfloat16", "a_dtype": "float32", "format": "e5m2", "splits": True},
     **{"tile_rows": 128, "tile_cols": 128, "multiprocessors": 132, "stream": 0, "device": -1},
@@ -54,7 +53,6 @@ VALID = {
             {"segment_rows": 64},
             "segment_rows must be 0, or a multiple of 128 that divides rows; got 64 of 1",
         ),
-        ({"rows": 256, "segment_rows": 128, "weight_t": 16}, "segments take a weight as it lies"),
         ({"rows": -1}, "rows must not be negative"),
         ({"rank": -1}, "rank must not be negative"),
         ({"dy8": 8}, "must be 16-byte aligned"),
@@ -68,12 +66,11 @@ VALID = {
         ({"tile_rows": 256}, "a tile is .* got 256 × 128"),
         ({"tile_rows": 192, "splits": False}, "128 × 256 otherwise .* got 192 × 128"),
         ({"tile_rows": 64, "splits": False}, "not transposed; got 64 × 128"),
-        ({"tile_rows": 256, "weight_t": None, "cols": 16}, "a tile is .* got 256 × 128"),
         (
-            {"tile_cols": 256, "weight_t": None, "cols": 16, "splits": False},
+            {"tile_cols": 256, "splits": False},
             "256 × 128 of a weight that is not transposed; got 128 × 256",
         ),
-        ({"weight_t": None}, "takes cols a multiple of 16, got cols 8"),
+        ({"cols": 8}, "takes cols a multiple of 16, got cols 8"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -182,7 +182,7 @@ def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: dict[st
     x, weight, bias, up, _, split, residual = call
     assert why_not_csrc_kernel(*call) is None
     expected, found = exact(call), ops.fp8_linear_lora(*call)
-    for shape in (None, *tune.CSRC_TILES["split" if split else "fast forward"]):
+    for shape in (None, *tune.CSRC_TILES["split" if split else "fast"]):
         with pytest.MonkeyPatch.context() as patch:
             if shape is not None:
                 patch.setattr(tune, "csrc_tile", lambda *_, shape=shape: (shape, 1.0))

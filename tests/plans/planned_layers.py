@@ -72,7 +72,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "no dropout": lambda: layer(lora_dropout=0.0),
     "bias": lambda: layer(base_bias=True),
     "trained bias": lambda: layer(base_bias=True, bias="all"),
-    "both layouts": lambda: layer(weight_layout="both"),
     "rank 64": lambda: layer(r=64),
     "rank 128": lambda: layer(r=128),
     "eval": lambda: layer().eval(),
@@ -93,9 +92,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "blocks, trained bias": lambda: layer(fp8=BlockScaling(), base_bias=True, bias="all"),
     "blocks, frozen": lambda: frozen(fp8=BlockScaling()),
     "two adapters in one batch": lambda: batched(base_bias=True),
-    "two adapters, e4m3 dy, both layouts": lambda: batched(
-        fp8=DelayedScaling(fp8_format="E4M3"), weight_layout="both", r=64
-    ),
+    "two adapters, e4m3 dy": lambda: batched(fp8=DelayedScaling(fp8_format="E4M3"), r=64),
     "two adapters, eval, only B trained": with_parameters(
         lambda: batched().eval(), lambda m: m.lora_A.requires_grad_(False)
     ),

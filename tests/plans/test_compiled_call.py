@@ -30,18 +30,18 @@ pytestmark = pytest.mark.skipif(
 
 
 def forward_arguments(module: LoRALinear, x: Tensor, slot: Tensor) -> tuple[Any, ...]:
-    base = (module.stored, module.weight_scale_inv, module.weight_t, module.bias)
+    base = (module.stored, module.weight_scale_inv, module.bias)
     drawn = slot if module.lora_dropout else None
     return (x, *base, module.lora_A, module.lora_B, drawn, module.handle.tensor, True)
 
 
 def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    _, weight, scale_inv, weight_t, _, lora_A, lora_B, slot, handle, training = given
+    _, weight, scale_inv, _, lora_A, lora_B, slot, handle, training = given
     y, x8, x_scale_inv, s = made
     dy = torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype)
     factors = (lora_A.detach(), lora_B.detach(), None)
     needs = [True, True, True, False]
-    base = (weight, scale_inv, weight_t)
+    base = (weight, scale_inv)
     return (dy, x8, x_scale_inv, s, *base, *factors, slot, handle, needs, training)
 
 

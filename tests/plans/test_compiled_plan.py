@@ -22,7 +22,6 @@ BF16 = torch.bfloat16
 OPTIONS: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": 0.1},
     "no dropout": {"lora_dropout": 0.0},
-    "both layouts": {"weight_layout": "both"},
     "rank 64": {"r": 64},
     "two adapters in one batch": {"lora_dropout": 0.0},
     "blocks": {"fp8": BlockScaling()},

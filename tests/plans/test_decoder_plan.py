@@ -82,7 +82,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "full": lambda: llama("full", "all-linear"),
     "fp8": lambda: llama("fp8", "all-linear"),
     "checkpoint": lambda: llama("checkpoint", "all-linear"),
-    "both layouts": lambda: llama(weight_layout="both"),
     "eval": lambda: llama().eval(),
     "two adapters in one batch": lambda: llama(targets="all-linear", names=("fr", "de")),
     "two adapters, full": lambda: llama("full", "all-linear", names=("fr", "de")),

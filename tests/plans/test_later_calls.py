@@ -109,19 +109,6 @@ def test_a_parameter_that_does_not_fit_is_refused(name: str) -> None:
             module(x)
 
 
-def test_a_transposed_weight_that_is_given_up_is_seen() -> None:
-    """It is freed, and what referred to it weakly then refers to None as well."""
-    module, x = layer(weight_layout="both"), torch.randn(M, K, dtype=BF16)
-    with dry_cuda() as recorded:
-        module(x)
-        recorded.memory.storages.clear()  # which keeps what it has seen alive
-        recorded.memory.begins.clear()
-        module.weight_t = None
-        gc.collect()
-        module(x)
-        assert recorded.runs == 2
-
-
 def test_another_current_gpu_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """`_empty_strided_cuda` would allocate there."""
     module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)

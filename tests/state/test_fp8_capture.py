@@ -105,9 +105,8 @@ def step_of(layer, forward, x, dy, lr=0.1):
     return [*found, tensors(layer.fp8_state)]
 
 
-@pytest.mark.parametrize("layout", ["single", "both"])
-def test_layer_graphs_with_the_update_outside(layout):
-    config = LoRAConfig(r=8, weight_layout=layout, fp8=DelayedScaling(amax_history_len=4))
+def test_layer_graphs_with_the_update_outside():
+    config = LoRAConfig(r=8, fp8=DelayedScaling(amax_history_len=4))
     layer = LoRALinear(64, 48, config=config, device="cuda", dtype=torch.bfloat16)
     torch.nn.init.normal_(layer.lora_B, std=0.1)
     layer.fp8_state.reduce_and_update()  # takes charge: no update inside of the graph

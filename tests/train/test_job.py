@@ -264,7 +264,7 @@ def test_config_of_the_adapter_follows_the_options() -> None:
     from lorakernels.train.adapted import lora_config
     from lorakernels.train.options import FinetuneOptions
 
-    options = FinetuneOptions(r=3, use_rslora=True, fp8=False, weight_layout="both")
+    options = FinetuneOptions(r=3, use_rslora=True, fp8=False)
     expected = LoRAConfig(
         r=3,
         lora_alpha=32.0,
@@ -272,7 +272,6 @@ def test_config_of_the_adapter_follows_the_options() -> None:
         target_modules="all-linear",
         use_rslora=True,
         fp8=None,
-        weight_layout="both",
     )
     assert lora_config(options) == expected
     assert lora_config(FinetuneOptions(fp8_recipe="block")).fp8 == BlockScaling()

@@ -28,7 +28,6 @@ def test_help_documents_every_option() -> None:
     for choices in (
         "{auto,step,layer}",
         "{auto,cudnn,flash,efficient,math,cudnn_graph,fp8}",
-        "{single,both}",
     ):
         assert choices in shown
 
@@ -54,6 +53,7 @@ def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
         ("lora_alfa: 3", "unknown option 'lora_alfa'; did you mean lora_alpha?"),
         ("learning-rate: 3", "unknown option 'learning-rate'; did you mean lr?"),
         ("micro_batch_sise: 3", "unknown option 'micro_batch_sise'; did you mean batch_size"),
+        ("weight-layout: both", "weight_layout: there is no such option any more, as a second, tr"),
         ("zzz: 3", "unknown option 'zzz'; known: attention, "),
         ("r: true", "r must be of type int, got True"),
         ("lr: fast", "lr must be of type float, got 'fast'"),
@@ -75,6 +75,13 @@ def test_bad_config_file(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_config_file_of_before_weight_layout_went_is_read(tmp_path: Path) -> None:
+    """Every run goes as "single" went. Transposed copies are refused by name above."""
+    config = tmp_path / "c.yaml"
+    config.write_text("weight_layout: single\nr: 3\n")
+    assert resolve({**GIVEN, "config": str(config)}, {}) == resolve({**GIVEN, "r": 3}, {})
+
+
 def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
     """`<<` is no name: PyYAML takes all mappings that it brings, and what the mapping itself has comes first."""
     text = "a: &a {r: 1, lr: 2}\nb: &b {steps: 3}\nc:\n  <<: *a\n  <<: *b\n  r: 4\n"
@@ -92,7 +99,6 @@ def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
         ({"lr": -1.0}, "lr must be positive and finite, got -1.0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"dtype": "float16"}, "dtype must be one of auto, float32, bfloat16, got 'float16'"),
-        ({"weight_layout": "dual"}, "weight_layout must be one of single, both, got 'dual'"),
         ({"graphs": "all"}, "graphs must be one of auto, step, layer, got 'all'"),
         (
             {"save": "none"},
@@ -118,15 +124,10 @@ def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
         ({"data": []}, "data is missing"),
         ({"shard_base": True, "fp8": False}, "shard_base shards a base in FP8"),
         ({"shard_embeddings": True}, "shard_embeddings splits embedding and head as shard_base"),
-        (
-            {"shard_base": True, "weight_layout": "both"},
-            "shard_base needs weight_layout single, got both",
-        ),
         ({"offload": 1.0}, "offload must be at least 0 and below 1, got 1.0"),
         ({"offload": 0.3, "fp8": False}, "offload is for an FP8 base"),
         ({"fp8_recipe": "rows"}, "fp8_recipe must be one of delayed, block, got 'rows'"),
         ({"fp8_recipe": "block", "fp8": False}, "fp8_recipe block is for a base in FP8"),
-        ({"weight_layout": "both", "fp8": False}, "weight_layout both is for a base in FP8: drop"),
         ({"eager": True, "graphs": "step"}, "eager replays no graphs, and graphs step asks for"),
         ({"eager": True, "graphs": "layer"}, "eager replays no graphs, and graphs layer asks for"),
         (
@@ -148,10 +149,6 @@ def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
         ),
         ({"cp": 2, "layout": "auto"}, "layout auto plans with cp 1 or chooses it, got 2"),
         ({"cp": 2, "jobs": "j", "data": [], "lora_dropout": 0.0}, "cp must be 1 with jobs, got 2"),
-        (
-            {"fp8_recipe": "block", "weight_layout": "both"},
-            "fp8_recipe block needs weight_layout single",
-        ),
         ({"demo": True}, "demo brings its own model and data"),
         (
             {"demo": True, "model": None, "data": [], "eval_data": ["f"]},
@@ -176,7 +173,6 @@ def test_bad_values_are_named(changes: dict[str, object], message: str) -> None:
     [
         {"fuse": True, "gradient_checkpointing": True},
         {"eager": True, "graphs": "layer"},
-        {"weight_layout": "both", "fp8": False},
     ],
     ids=str,
 )
@@ -228,6 +224,10 @@ def test_example_config_is_valid() -> None:
         ("--no-cuda", "unknown option --no-cuda; did you mean --device?"),
         ("--konfig a", "unknown option --konfig; did you mean --config?"),
         ("--zzz", "unknown option --zzz; see --help"),
+        (
+            "--weight-layout both",
+            "--weight-layout: there is no such option any more, as a second, ",
+        ),
         ("false", "unexpected argument 'false': a switch takes no value"),
     ],
 )

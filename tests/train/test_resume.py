@@ -178,7 +178,10 @@ def test_half_written_checkpoint_is_passed_over(
 def test_a_checkpoint_from_before_an_option_had_its_default(
     cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """It is gone on with, to the bit, and another value than the default is refused."""
+    """It is gone on with, to the bit, and another value than the default is refused.
+
+    An option that is gone since had a value, by which every run goes now, or the run is refused.
+    """
     run = [*base_args, "--output", tmp_path, "--save-every", 0]
     assert cli(*run, "--steps", 8, "--save-every", 4) == 0
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000008")
@@ -191,10 +194,17 @@ def test_a_checkpoint_from_before_an_option_had_its_default(
         del old["counters"][name]
     for name in ("last_eval_step", "best_eval", "best_step", "lowest", "without_gain", "seconds"):
         del old[name]
-    path.write_text(json.dumps(old))
-    (folder / MANIFEST).write_bytes(make_manifest(folder, 4))
-    assert cli(*run, "--steps", 8, "--resume", "--optim", "sgd") == 1
-    assert "optim was 'adamw_torch_fused', now it is 'sgd'" in capsys.readouterr().err
+    for layout in ("both", "single"):
+        old["options"]["weight_layout"] = layout
+        path.write_text(json.dumps(old))
+        (folder / MANIFEST).write_bytes(make_manifest(folder, 4))
+        assert cli(*run, "--steps", 8, "--resume", "--optim", "sgd") == 1
+        assert "optim was 'adamw_torch_fused', now it is 'sgd'" in capsys.readouterr().err
+        if layout == "both":
+            assert cli(*run, "--steps", 8, "--resume") == 1
+            said = capsys.readouterr().err
+            assert "weight_layout was 'both', now it is None; there is no such option any" in said
+            assert "saved no time: go on with an earlier version or start in another" in said
     assert cli(*run, "--steps", 8, "--resume") == 0
     assert adapter(tmp_path) == adapter(eight_steps)
 

@@ -202,7 +202,7 @@ def read_by_finetune(rank: int, device: torch.device, model_dir: str) -> list[tu
     """Of each way: what it says about what is read, and whether its layers are parts, and its head."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"]
     found = []
-    for more in ({}, {"weight_layout": "both"}, {"fp8": False}, {"fp8_head": True}):
+    for more in ({}, {"fp8_recipe": "block"}, {"fp8": False}, {"fp8_head": True}):
         options = FinetuneOptions(r=4, tp=2, **more)
         reporter, said = Reporter("test", 1), []
         with mock.patch.object(reporter, "say", said.append):
@@ -226,14 +226,14 @@ def test_over_fp8_a_rank_reads_its_parts_alone(even_model: Path) -> None:
         size = sum(i.bytes // (2 if name.endswith(cut) else 1) for name, i in infos.items())
         return [f"base: {size / 1e6:,.3f} MB read, those of this rank's parts of layers"]
 
-    for own, both, plain, head in processes.on_ranks(read_by_finetune, 2, "gloo", str(even_model)):
+    for own, blocks, plain, head in processes.on_ranks(
+        read_by_finetune, 2, "gloo", str(even_model)
+    ):
         rows = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")
         assert own == (said(*rows), (n // 2, k), tokens // 2)
         assert head == (said("_proj.weight"), (n // 2, k), tokens)
-        assert "each rank reads the whole model first" in both[0][0] and both[1:] == (
-            (n, k),
-            tokens,
-        )
+        assert "each rank reads the whole model first" in blocks[0][0]
+        assert blocks[1:] == ((n, k), tokens)
         assert plain == ([], (n, k), tokens)
 
 

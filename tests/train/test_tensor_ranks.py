@@ -260,9 +260,9 @@ def wide_model(even_model: Path, tmp_path: Path) -> Path:
     [
         ["--fp8-recipe", "block"],
         ["--fp8-recipe", "block", "--fuse"],
-        ["--weight-layout", "both", "--target-modules", "q_proj", "down_proj"],
+        ["--target-modules", "q_proj", "down_proj"],
     ],
-    ids=["blocks", "blocks, fused", "some layers, and both layouts"],
+    ids=["blocks", "blocks, fused", "some layers"],
 )  # fmt: skip
 def test_other_bases(form: list[str], run: list[Any], wide_model: Path, tmp_path: Path) -> None:
     run = [*run, *form, "--model", wide_model, "--steps", 2]

@@ -238,8 +238,8 @@ void fp8_block_linear(const LinearOut& out, const Scaled& x, const Weight& weigh
 Fp8GemmParams grad_params(const GradOut& out, const Scaled& dy, const Weight& weight,
                           const std::optional<Dropout>& dropout, const ProductSizes& sizes, const GradTypes& types,
                           const Tiles& tiles) {
-  Fp8GemmParams params = gemm_params(dy, weight.t.value_or(weight.data), weight.scale_inv, sizes, tiles);
-  params.out = out.dx.as<void>(), params.untransposed = !weight.t;
+  Fp8GemmParams params = gemm_params(dy, weight.data, weight.scale_inv, sizes, tiles);
+  params.out = out.dx.as<void>();
   params.u = out.ds.as<const void>(), params.v = out.A.as<const void>();
   params.dropout = params_of(dropout), params.factor = dropout_survivor_scale(params.dropout.threshold);
   params.dropped = dropout ? dropout->dropped.as<const uint32_t>() : nullptr;
@@ -251,24 +251,20 @@ Fp8GemmParams grad_params(const GradOut& out, const Scaled& dy, const Weight& we
 void fp8_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight, const std::optional<Dropout>& dropout,
                     const ProductSizes& sizes, const GradTypes& types, const Tiles& tiles, const Where& where) {
   Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
+  params.untransposed = true;
   put_segments("fp8_grad_input", params, sizes.segment_rows);
-  if (params.groups > 0 && !params.untransposed) refuse("fp8_grad_input", "segments take a weight as it lies");
   check("fp8_grad_input", params);
-  const auto launch = params.groups > 0     ? launch_grouped_grad_input
-                      : params.untransposed ? launch_fp8_grad_input_untransposed
-                                            : launch_fp8_grad_input;
+  const auto launch = params.groups > 0 ? launch_grouped_grad_input : launch_fp8_grad_input;
   submit("fp8_grad_input", params, launch, where.stream, where.device);
 }
 
 void fp8_block_grad_input(const GradOut& out, const Scaled& dy, const Weight& weight,
                           const std::optional<Dropout>& dropout, const ProductSizes& sizes, const GradTypes& types,
                           const Tiles& tiles, const Where& where) {
-  constexpr auto kOp = "fp8_block_grad_input";
   Fp8GemmParams params = grad_params(out, dy, weight, dropout, sizes, types, tiles);
   params.in_blocks = true;
-  if (params.untransposed) refuse(kOp, "the weight is taken transposed; weight.t must not be None");
-  check(kOp, params);
-  submit(kOp, params, &launch_fp8_block_grad_input, where.stream, where.device);
+  check("fp8_block_grad_input", params);
+  submit("fp8_block_grad_input", params, &launch_fp8_block_grad_input, where.stream, where.device);
 }
 
 void put_groups(Fp8GemmParams& params, const GroupedWeight& weight) {
@@ -313,10 +309,10 @@ void register_fp8_gemm(py::module_& m) {
         "with scales of 1 × 128 of x and 128 × 128 of the weight; rows of s and B are multiples of 8");
   m.def("fp8_grad_input", &fp8_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("dropout"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
-        "rows of ds are multiples of 8; with weight.t, that is multiplied");
+        "the weight is multiplied as it lies; rows of ds are multiples of 8");
   m.def("fp8_block_grad_input", &fp8_block_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"),
         py::arg("dropout"), py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"),
-        "with scales of 1 × 128 of dy and 128 × 128 of the weight; rows of ds are multiples of 8");
+        "the weight is transposed, its scales are as it lies, of 128 × 128; rows of ds are multiples of 8");
   m.def("grouped_linear_lora", &grouped_linear_lora, py::arg("y"), py::arg("x"), py::arg("weight"), py::arg("up"),
         py::arg("sizes"), py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of s and B are multiples of 8");
   m.def("grouped_grad_input", &grouped_grad_input, py::arg("out"), py::arg("dy"), py::arg("weight"), py::arg("sizes"),

@@ -7,8 +7,8 @@
 // The operands' scales are multiplied in. `keep` is the dropout mask by the rule of device/philox.h, drawn again or
 // given as bits. The rows may be in groups with a weight and an adapter each, as those of experts are; a group begins
 // at a multiple of kGroupRows rows. Hopper's FP8 tensor cores read only operands whose rows run along the contraction.
-// For fp8_linear_lora W8 is stored that way. fp8_grad_input takes it transposed, or untransposed as it is stored
-// (sm90_untransposed.h). For sm_90a.
+// For fp8_linear_lora W8 is stored that way. fp8_grad_input takes it untransposed, as it is stored
+// (sm90_untransposed.h), and transposed where operands are in blocks. For sm_90a.
 #pragma once
 
 #include <cstdint>
@@ -76,7 +76,7 @@ struct Fp8GemmParams {
   FloatType v_dtype;             // dtype, or kFloat32 to be rounded to it
   FloatType bias_dtype;          // any
   bool is_e5m2;                  // left
-  bool untransposed;             // fp8_grad_input only; cols is then a multiple of 16
+  bool untransposed;             // right, for fp8_grad_input without blocks; cols is then a multiple of 16
   bool in_blocks;                // each 1 × 128 of left and 128 × 128 of right has a scale
   bool splits;                   // add sums of 512 along depth in fp32: FP8 tensor cores keep fewer bits
   int tile_rows, tile_cols;      // any: 128 × 128; splits: 192 × 128; else, and in_blocks: 128 × 256, untransposed
@@ -92,11 +92,10 @@ void each_address(Fp8GemmParams& params, const Visit& visit) {
   each_address(params.dropout, visit);
 }
 
-// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.
+// device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t. The gradient takes the weight untransposed.
 void launch_fp8_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_fp8_grad_input(const Fp8GemmParams& params, void* stream, int device);
-void launch_fp8_grad_input_untransposed(const Fp8GemmParams& params, void* stream, int device);
-// With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weight untransposed.
+// With groups; in bf16, tiles of 128 rows, no bias, residual or mask. The gradient takes the weights untransposed.
 void launch_grouped_linear_lora(const Fp8GemmParams& params, void* stream, int device);
 void launch_grouped_grad_input(const Fp8GemmParams& params, void* stream, int device);
 // With scales of blocks. right_scale_inv is [⌈cols / 128⌉, ⌈depth / 128⌉], for the gradient, which takes the weight

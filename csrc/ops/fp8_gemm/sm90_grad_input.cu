@@ -6,8 +6,8 @@ namespace {
 
 template <typename T>
 void launch_of_type(const Fp8GemmParams& params, cudaStream_t stream) {
-  params.is_e5m2 ? launch_split_or_not<Product::kGradInput, T, true>(params, stream)
-                 : launch_split_or_not<Product::kGradInput, T, false>(params, stream);
+  params.is_e5m2 ? launch_split_or_not<Product::kGradInputUntransposed, T, true>(params, stream)
+                 : launch_split_or_not<Product::kGradInputUntransposed, T, false>(params, stream);
 }
 
 }  // namespace

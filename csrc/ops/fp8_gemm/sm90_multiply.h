@@ -332,8 +332,8 @@ struct Consumer {
     }
   }
 
-  // result = scale · sum + factor · keep ⊙ result. row: of the tile, the thread's first.
-  __device__ void add_masked(int block, int piece, float scale, int row) {
+  // result = sum + factor · keep ⊙ result. row: of the tile, the thread's first.
+  __device__ void add_masked(int block, int piece, int row) {
 #pragma unroll
     for (int high = 0; high < 2; ++high) {
       const uint32_t from =
@@ -344,9 +344,9 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int g = i / 2, at = (word * 4 + g) * 4 + 2 * high + i % 2;
-          const float scaled = sum[block][piece * kPieceSums + at] * scale;
+          const float product = sum[block][piece * kPieceSums + at];
           const bool drops = mask & (1u << (dropped_shift(g) + i % 2 * 16));
-          result[at] = drops ? scaled : scaled + result[at] * params.factor;
+          result[at] = drops ? product : product + result[at] * params.factor;
         }
       }
     }
@@ -377,7 +377,7 @@ struct Consumer {
     }
   }
 
-  __device__ void finish(Extras<Tile, kRankStep>& extras, int block, int piece, float scale) {
+  __device__ void finish(Extras<Tile, kRankStep>& extras, int block, int piece) {
     if constexpr (kBegins) {
 #pragma unroll
       for (int i = 0; i < kPieceSums; ++i) result[i] = sum[block][piece * kPieceSums + i];
@@ -392,18 +392,15 @@ struct Consumer {
     if constexpr (Tile::kLinear) {
       add_columns(block, piece);
     } else if (params.rank > 0) {
-      add_masked(block, piece, scale, group * kBlockRows + warp() % 4 * kBoxRows + lane / 4);
+      add_masked(block, piece, group * kBlockRows + warp() % 4 * kBoxRows + lane / 4);
     } else {
 #pragma unroll
-      for (int i = 0; i < kPieceSums; ++i) result[i] = sum[block][piece * kPieceSums + i] * scale;
+      for (int i = 0; i < kPieceSums; ++i) result[i] = sum[block][piece * kPieceSums + i];
     }
   }
 
   __device__ void work(const CUtensorMap& out, const CUtensorMap& residual, Extras<Tile, kRankStep> extras) {
-    static_assert(Tile::kLinear || !Tile::kGrouped, "each tile would need a scale of its own");
-    const float scale = Tile::kScaledBlocks ? 1.0f
-                        : Tile::kLinear     ? 0.0f
-                                            : *params.left_scale_inv * *params.right_scale_inv;
+    static_assert(Tile::kLinear || Tile::kScaledBlocks, "nothing multiplies a gradient's sums by one scale");
     const bool adds = Tile::kLinear && params.residual != nullptr;
     Ring ring(base, base + Tile::kOffsetBarriers);
     for (Tiles<Tile> tiles(params); tiles.left(); tiles.advance()) {
@@ -431,7 +428,7 @@ struct Consumer {
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int piece = 0; piece < kPieces; ++piece) {
-          finish(extras, block, piece, scale);
+          finish(extras, block, piece);
           stage(piece);
           if constexpr (Tile::kOutBoxes == 1) store(out, row, col(block) + piece * kPieceCols);
         }

@@ -23,8 +23,8 @@ constexpr int kGroup = 8;  // row tiles that share their column tiles in the L2 
 
 using Rows = SwizzledRows<128>;
 
-// kGradInputUntransposed computes dxᵀ = W8ᵀ dy8ᵀ. It takes W8 as it is stored and gives it to the tensor cores through
-// registers.
+// kGradInput is for operands in blocks (sm90_block_kernel.h). kGradInputUntransposed computes dxᵀ = W8ᵀ dy8ᵀ. It takes
+// W8 as it is stored and gives it to the tensor cores through registers.
 enum class Product { kLinear, kGradInput, kGradInputUntransposed };
 enum class Shape { kLow, kSmall, kTall, kTallest, kWide };  // 64 × 128, 128 × 128, 192 × 128, 256 × 128, 128 × 256
 

@@ -16,7 +16,7 @@ from tests.benchmarks.aliases import Load, RowsOf, Run
 
 CPU = torch.device("cpu")
 SAVES = ("full", "recompute", "fp8", "checkpoint")
-OURS = ("ours, not fused", *(f"ours, {save}" for save in SAVES), "ours, recompute, both")
+OURS = ("ours, not fused", *(f"ours, {save}" for save in SAVES))
 ON_CPU = ("hf bf16, no lora", "hf + peft bf16", *OURS)
 
 

@@ -33,7 +33,7 @@ from tests.ops.contract import (
 
 
 class Grad(NamedTuple):
-    """Makes the operands of dx [M, K], a contraction over N; `both`: the layer keeps Wᵀ, too. Rank 0: no adapter."""
+    """Makes the operands of dx [M, K], a contraction over N. Rank 0: no adapter."""
 
     k: int
     n: int
@@ -42,16 +42,14 @@ class Grad(NamedTuple):
     dtype: torch.dtype = BF16
     a: torch.dtype = FP32
     fp8: torch.dtype = E5M2
-    both: bool = False
     split: bool = True
     adapters: int = 0
 
     def __call__(self, m: Made) -> Arguments:
-        k, n, rank, p, dtype, a, fp8, both, split, adapters = self
+        k, n, rank, p, dtype, a, fp8, split, adapters = self
         each = (adapters,) if adapters else ()
         dy = Scaled(m.fp8(m.rows, n, dtype=fp8), (m.rand(1) + 0.1) / n**0.5)
-        w8 = m.fp8(n, k)
-        weight = Weight(w8, m.rand(1) + 0.1, w8.t().contiguous() if both else None)
+        weight = Weight(m.fp8(n, k), m.rand(1) + 0.1)
         ds = m.randn(m.rows, rank, dtype=dtype) if rank else None
         lora_A = m.randn(*each, rank, k, dtype=a) if rank else None
         return dy, fp8, weight, ds, lora_A, m.dropout(p) if p else None, dtype, split
@@ -71,7 +69,7 @@ def changed(m: Made, **changes: Any) -> Arguments:
 def bound(call: Call) -> Iterator[Checked]:
     """`near_gemm`; A is rounded to ds's dtype. Without ds or A there is no branch."""
     dy, fp8, weight, ds, lora_A, dropout, _, split = call.before
-    d, w = wide(dy, fp8), wide(Weight(weight.data, weight.scale_inv))
+    d, w = wide(dy, fp8), wide(weight)
     exact, size = d @ w, d.abs() @ w.abs()
     depth = dy.data.shape[1]
     if ds is not None and lora_A is not None:
@@ -88,7 +86,7 @@ SHAPES = {
     "one row": Case(Grad(16, 16, 1), 1),
     "p 0.5": Case(Grad(144, 48, 5, p=0.5), 129),
     "no dropout": Case(Grad(1040, 2064, 16, p=0.0), 777),
-    "both, bf16 A": Case(Grad(1040, 2064, 7, a=BF16, both=True), 777),
+    "bf16 A": Case(Grad(1040, 2064, 7, a=BF16), 777),
     "e4m3": Case(Grad(4112, 1040, 64, fp8=E4M3), 300),
     "fp16": Case(Grad(4112, 1040, 64, dtype=FP16, a=FP16), 300),
     "fp16, p 0.9": Case(Grad(2064, 272, 33, p=0.9, dtype=FP16), 4100),
@@ -108,9 +106,9 @@ CONTRACTS = (
         ops.fp8_grad_input,
         {
             "fp8": Case(Grad(32, 16, 3, p=0.5)),
-            "fp16, both": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3, both=True)),
+            "fp16": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3)),
             "base only": Case(Grad(32, 16, 0)),
-            "several, both": Case(Grad(32, 128, 5, p=0.0, both=True, adapters=2), 256),
+            "several": Case(Grad(32, 128, 5, p=0.0, adapters=2), 256),
             "few rows of several": Case(Grad(32, 128, 3, adapters=3), 6, why_not="multiple of 128 for each"),
             "plain": Case(plain, why_not=PLAIN),
             "odd sizes": Case(Grad(24, 10, 3), why_not="N = 10 and K = 24"),
