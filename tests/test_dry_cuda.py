@@ -191,7 +191,14 @@ def test_memory_that_nobody_saw_is_refused() -> None:
 @pytest.mark.skipif(bool(_C.cuda_runtime_info()["devices"]), reason="a GPU would run the kernel")
 def test_the_extension_checks_what_it_is_given() -> None:
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
-    rest = (None, Scale(0, 0), RankSizes(8, 64, 0), ("bfloat16", "bfloat16", None), None, Where(0, 0))
+    rest = (
+        None,
+        Scale(0, 0),
+        RankSizes(8, 64, 0),
+        ("bfloat16", "bfloat16", None),
+        None,
+        Where(0, 0),
+    )
     with dry_cuda() as recorded:
         _C.quantize_lora_down((None,) * 4, x, *rest)
         with pytest.raises(ValueError, match="16-byte aligned"):

@@ -35,6 +35,9 @@ class Post(Protocol):
     def place(self, number: int) -> Tensor:
         """Where this rank receives that tensor: always the same memory, and another object at each call."""
 
+    def begin(self) -> None:
+        """A stage is about to run. It may write where what was sent before its last run still is, as graphs do."""
+
     def send(self, x: Tensor, rank: int, number: int) -> None:
         """Write `x` into that rank's place, once the current stream has computed it."""
 
@@ -69,9 +72,15 @@ class PeerPost:
         self._handles = [symmetric.rendezvous(m, group.group_name) for m in self._memory]
         self._side = torch.cuda.Stream(sent.device)
         self._one = torch.ones(1, dtype=torch.int32, device=sent.device)
+        self._copied: torch.cuda.Event | None = None  # what was sent before the last stage ran
 
     def place(self, number: int) -> Tensor:
         return self._there(self._rank, number)
+
+    def begin(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream(self._sent.device).wait_event(self._copied)
+        self._copied = self._side.record_event()
 
     def send(self, x: Tensor, rank: int, number: int) -> None:
         part, at = divmod(number, self._limit)
@@ -133,12 +142,14 @@ class PeerStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._place()
+        self._post.begin()
         if not self.is_first:
             number = self._number(self.stage_index, 0, fwd_chunk_id)
             self._post.wait((self.stage_index - 1) % self.group_size, number)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._post.begin()
         if self.has_backward and not self.is_last:
             number = self._number(self.stage_index, 1, bwd_chunk_id)
             self._post.wait((self.stage_index + 1) % self.group_size, number)
