@@ -3,8 +3,9 @@
 
 x [M, K], x8 uint8 [M, K], scale_inv fp32 [⌈K/128⌉, M]: x ≈ x8 · scale_inv. There is no amax history, so that nothing
 is written but the results. Kernels that make x or read it for an adapter write the same bits in their own pass, where
-they can (rms_norm.py, swiglu.py, rope_qkv.py, quantize_lora_down.py, quantize_grad.py). Triton's kernel reads x once and writes both: 3MK + MK/32 bytes in bf16.
-PyTorch's kernels, one after the other, read and write fp32 copies of x in between.
+they can (rms_norm.py, swiglu.py, rope_qkv.py, quantize_lora_down.py, quantize_grad.py). Triton's kernel reads x once
+and writes both: 3MK + MK/32 bytes in bf16. PyTorch's kernels, one after the other, read and write fp32 copies of x in
+between.
 """
 
 from __future__ import annotations
