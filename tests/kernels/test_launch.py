@@ -263,7 +263,9 @@ def test_every_launcher_takes_stand_ins(
     given = {symbolic(i) for i, _ in enumerate(tensors_of(arguments))}
     used = set()
     for call in recorded:
-        shares = name.startswith(("norm_in", "rms_norm-", "swiglu"))  # tiles, with nothing launched in front
+        shares = name.startswith(
+            ("norm_in", "rms_norm-", "swiglu")
+        )  # tiles, with nothing launched in front
         in_order = ("cross_entropy", "rope_backward")
         alone = shares and name.endswith(("_in_blocks", "-none"))
         starts_early = early and not name.startswith(in_order) and not alone
