@@ -31,7 +31,7 @@ def arguments(drops: bool, adapted: bool) -> tuple:
     tensors = [torch.randn(7, 200), torch.randn(131), *factors]
     x, bias, lora_A, lora_B = (None if t is None else t.requires_grad_() for t in tensors)
     slot = torch.tensor([3, 5]) if drops else None
-    return x, weight, scales, None, bias, lora_A, lora_B, slot
+    return x, weight, scales, bias, lora_A, lora_B, slot
 
 
 @pytest.mark.parametrize(("drops", "adapted"), [(True, True), (False, True), (False, False)])

@@ -245,7 +245,7 @@ def test_an_exported_layer_holds_no_handle(strict):
 def test_second_derivatives_are_refused():
     module = layer()
     x = torch.randn(5, 24, requires_grad=True)
-    base = (module._parameters["weight"], module.weight_scale_inv, None, None)
+    base = (module._parameters["weight"], module.weight_scale_inv, None)
     adapter = (module.lora_A, module.lora_B)
     y = compiled_linear(x, base, adapter, None, module.handle.tensor, True)
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)

@@ -233,7 +233,7 @@ def test_convert_te_model_then_apply_lora():
         ),
         ({"fp8_meta": te_meta(margin=3)}, {}, ValueError, "^0 follows .*margin=0.*, 2 .*margin=3"),
     ],
-    ids=["fp8", "layout", "shard", "MXFP8", "history", "dpa", "recipe kind", "two recipes"],
+    ids=["fp8", "shard", "MXFP8", "history", "dpa", "recipe kind", "two recipes"],
 )
 def test_convert_te_model_changes_nothing_when_it_refuses(change, options, error, message):
     model = te_model(fp8_meta=te_meta())

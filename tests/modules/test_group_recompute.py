@@ -117,7 +117,8 @@ def test_a_llama_as_transformers_writes_it(fp8, recompute, device):
         assert torch.equal(value, results[1][name]), name
     if fp8 and not recompute:
         counts = [quantizations(lambda m=m: m(input_ids=ids)) for m in (llama, twin)]
-        assert counts == [2 * 7, 2 * 4]
+        # a layer that is in no group finds the scales of blocks in quantize_lora_down
+        assert counts == ([0, 2 * 2] if fp8 is BLOCKS else [2 * 7, 2 * 4])
     assert all(group._entry is None for group in groups)
 
 

@@ -136,9 +136,9 @@ OTHER: dict[str, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {
     "more rows": lambda a: (torch.randn(128, K, dtype=BF16), *a[1:]),
     "another dtype": lambda a: (a[0].half(), *a[1:]),
     "with gaps": lambda a: (torch.randn(96, 2 * K, dtype=BF16)[:, :K], *a[1:]),
-    "no dropout": lambda a: (*a[:7], None, *a[8:]),
-    "evaluation": lambda a: (*a[:9], False),
-    "a copy of the handle": lambda a: (*a[:8], a[8].clone(), a[9]),
+    "no dropout": lambda a: (*a[:6], None, *a[7:]),
+    "evaluation": lambda a: (*a[:8], False),
+    "a copy of the handle": lambda a: (*a[:7], a[7].clone(), a[8]),
 }
 
 

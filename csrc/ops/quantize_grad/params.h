@@ -24,8 +24,8 @@ namespace lorakernels {
 
 struct QuantizeGradLimits {
   static constexpr int64_t kRank = 128;
-  static constexpr int64_t kDrawnRank = 64;    // with a mask to draw: a higher rank leaves too few registers
-  static constexpr int64_t kColsMultiple = 8;  // also of first_col
+  static constexpr int64_t kDrawnRank = 64;          // with a mask to draw: a higher rank leaves too few registers
+  static constexpr int64_t kColsMultiple = 8;        // also of first_col
   static constexpr int64_t kBlockColsMultiple = 16;  // of cols, where blocks have scales
 };
 

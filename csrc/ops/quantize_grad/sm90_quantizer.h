@@ -79,7 +79,7 @@ struct Quantizer {
     [[maybe_unused]] float* const inverses =
         params.scale_inv + (first_col + col) / kTileCols * params.rows + first_row + row;
     [[maybe_unused]] const bool leads = kBlocks && (threadIdx.x & 0b1011) == 0;  // of those of a block
-    constexpr int kRows = kBlocks ? kBatch / 2 : kBatch;  // a block's scale takes registers
+    constexpr int kRows = kBlocks ? kBatch / 2 : kBatch;                         // a block's scale takes registers
 #pragma unroll(kBlocks ? 1 : kLoops)
     for (int first = 0; first < kTimes; first += kRows) {
       uint4 low[kRows], high[kRows];

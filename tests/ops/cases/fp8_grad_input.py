@@ -106,7 +106,7 @@ CONTRACTS = (
         ops.fp8_grad_input,
         {
             "fp8": Case(Grad(32, 16, 3, p=0.5)),
-            "fp16": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3)),
+            "fp16, e4m3": Case(Grad(32, 48, 3, dtype=FP16, a=FP16, fp8=E4M3)),
             "base only": Case(Grad(32, 16, 0)),
             "several": Case(Grad(32, 128, 5, p=0.0, adapters=2), 256),
             "few rows of several": Case(Grad(32, 128, 3, adapters=3), 6, why_not="multiple of 128 for each"),
