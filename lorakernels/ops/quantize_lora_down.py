@@ -7,8 +7,8 @@ on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums
 GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax, once to quantize
 it and once or twice for s.
 
-A scale for each 1 × 128 costs no other pass where a warp has whole blocks: on Hopper and sm_100 for ranks up to 16.
-Elsewhere `quantize_blocks` reads x once more.
+A scale for each 1 × 128 costs no other pass where a warp has whole blocks: on Hopper and sm_100 for ranks up to 16 and
+K a multiple of 16. Elsewhere `quantize_blocks` reads x once more.
 
 A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """

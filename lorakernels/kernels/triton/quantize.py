@@ -403,7 +403,7 @@ def overlaps(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """The options of a launch whose kernel calls `begin` with OVERLAP = `early`."""
+    """The options of a launch that starts `early`. Its kernel calls `begin` with OVERLAP, which is true then."""
     return {"launch_pdl": True} if early else {}
 
 
