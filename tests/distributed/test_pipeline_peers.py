@@ -20,6 +20,7 @@ from torch.distributed.pipelining import schedules
 from lorakernels.parallel import comm, pipeline_parallel, pipeline_peers
 from lorakernels.parallel.pipeline_engine import Sent
 from tests.distributed.pipeline_models import Way, batch, compare, make
+from tests.distributed.test_pipeline import refused
 from tests.fusion.fused_models import FP32
 from tests.processes import backend_on_gpus, on_ranks
 
@@ -155,6 +156,58 @@ def test_torch_reads_what_was_written_and_sends_nothing() -> None:
     for inside, none in on_ranks(places, 2, "gloo"):
         assert len(inside) == 3 * 4 and all(inside)
         assert none
+
+
+def half_a_step(rank: int, device: torch.device) -> tuple[list[str], bool]:
+    """What a step says that ends on rank 1 before it reads what rank 0 sent; whether the next step is as the first."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    way, said, losses = Way(""), list[str](), list[Tensor]()
+    labels, inputs = batch(0, way, device)
+    with by_files([]):
+        model = make(way, device)
+        cut = pipeline_parallel(model, mesh["pp"], microbatches=4)
+        losses.append(cut.forward_backward(labels, **inputs))
+        real, calls = pipeline_peers.PeerStage.forward_one_chunk, []
+
+        def ends(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(stage)
+            if len(calls) == 2 - rank:  # rank 0's second microbatch: the first one has been sent
+                raise RuntimeError(f"rank {rank} ends")
+            return real(stage, *args, **kwargs)
+
+        with patch.object(pipeline_peers.PeerStage, "forward_one_chunk", ends):
+            said.append(refused(lambda: cut.forward_backward(labels, **inputs)))
+        losses.append(cut.forward_backward(labels, **inputs))
+    return said, torch.equal(*losses)
+
+
+def test_what_was_sent_in_a_step_that_ended_is_not_of_the_next_one() -> None:
+    for rank, (said, equal) in enumerate(on_ranks(half_a_step, 2, "gloo")):
+        assert said == [f"RuntimeError: rank {rank} ends"]
+        assert equal
+
+
+def full(rank: int, device: torch.device) -> str:
+    """What ranks say if rank 1 has no memory for what it receives."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    sent = Sent(FORM, torch.float16, device, "peer")
+
+    def memory(size: int, device: torch.device) -> Tensor:
+        if rank == 1:
+            raise torch.OutOfMemoryError("full")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    waits = AssertionError("waits for the rank that has raised")
+    with (
+        patch.object(comm, "peer_memory", memory),
+        patch("torch.distributed._symmetric_memory.rendezvous", side_effect=waits),
+    ):
+        return refused(lambda: pipeline_peers.PeerPost(mesh.get_group(), sent, 12))
+
+
+def test_a_rank_without_memory_to_receive_in_is_told_to_all() -> None:
+    found = on_ranks(full, 2, "gloo")
+    assert found == ["ValueError: rank 1: full", "OutOfMemoryError: full"]
 
 
 FORM = (2, 3, 5)  # of what is sent: 60 bytes, less than what is aligned
