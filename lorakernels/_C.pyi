@@ -169,7 +169,7 @@ def fp8_block_linear(
     where: Where,
 ) -> None: ...
 
-# with weight.data transposed, [K, N]
+# The same as fp8_grad_input, with weight.data transposed, [K, N], and scale_inv as fp8_block_linear has them.
 def fp8_block_grad_input(
     out: tuple[Address, Address, Address],
     dy: Scaled,

@@ -21,7 +21,7 @@ from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_offse
 from lorakernels.values import Weight
 
 P = TypeVar("P")
-# bias, A, B, W, W's scale_inv, Wᵀ, and the FP8 state of x and of dy
+# bias, A, B, W, W's scale_inv, and the FP8 state of x and of dy
 LinearTensors = tuple[Tensor | None, ...]
 MOST_PLANS = 8  # that a layer remembers
 

@@ -5,15 +5,15 @@
 
 dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]. w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds is [M, R]
 and dx [M, K]. A is [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same
-scale in both directions, so that forward and backward read the same bytes, without a second copy.
+scale in both directions, so that a layer holds one copy of its bytes for forward and backward.
 
 Hopper's FP8 tensor cores read operands of shared memory along the contraction only. So Wᵀ [K, N] is made for the call
 by `transpose_fp8`, NK bytes that are free again behind it. Turning W on its way through the registers, as
 `fp8_grad_input` does, leaves the tensor cores waiting for shared memory here, as each thread also reads the scales of
 many rows (docs/log/2026-11.md). csrc/ops/fp8_gemm adds the branch in the product and rounds dx once. PyTorch adds the
-branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a
-copy of Wᵀ likewise. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a
-CPU, and multiplies those. After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.
+branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a copy of Wᵀ
+likewise. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those.
+After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ Hopper's FP8 tensor cores read operands of shared memory along the contraction o
 [K, N]. W is turned on its way through the registers (csrc/ops/fp8_gemm).
 
 What the kernel does not take is multiplied by cuBLASLt, which needs a copy of Wᵀ that is made for the call. Without FP8
-tensor cores it is dequantized to dx's dtype. Sizes
-that cuBLASLt does not take are multiplied in fp32. A plain base is one product in dy's dtype. The branch comes after
-these products.
+tensor cores it is dequantized to dx's dtype. Sizes that cuBLASLt does not take are multiplied in fp32. A plain base is
+one product in dy's dtype. The branch comes after these products.
 
 A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
 """
