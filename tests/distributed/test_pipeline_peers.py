@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -158,6 +159,27 @@ def test_torch_reads_what_was_written_and_sends_nothing() -> None:
         assert none
 
 
+def other_transports(rank: int, device: torch.device) -> tuple[list[str], bool]:
+    """What ranks say of transports that they cannot have, and whether the model is as before."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = make(Way(""), device)
+    before = [name for name, _ in model.named_parameters()]
+    said = []
+    for transport in ("peer", "post", ("auto", "gloo")[rank]):
+        call = partial(pipeline_parallel, model, mesh["pp"], microbatches=4, transport=transport)
+        said.append(refused(call))
+    return said, before == [name for name, _ in model.named_parameters()]
+
+
+def test_a_transport_that_ranks_cannot_have_is_refused_on_all() -> None:
+    for said, as_before in on_ranks(other_transports, 2, "gloo"):
+        no_gpu, unknown, differs = said
+        assert no_gpu == "ValueError: transport 'peer' needs GPUs, found a model on cpu"
+        assert unknown.startswith("ValueError: transport must be one of ['auto', 'peer'")
+        assert differs.startswith("ValueError") and "transport" in differs
+        assert as_before
+
+
 def half_a_step(rank: int, device: torch.device) -> tuple[list[str], bool]:
     """What a step says that ends on rank 1 before it reads what rank 0 sent; whether the next step is as the first."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
@@ -176,7 +198,8 @@ def half_a_step(rank: int, device: torch.device) -> tuple[list[str], bool]:
             return real(stage, *args, **kwargs)
 
         with patch.object(pipeline_peers.PeerStage, "forward_one_chunk", ends):
-            said.append(refused(lambda: cut.forward_backward(labels, **inputs)))
+            others, rows = batch(1, way, device)  # which the next step must not read
+            said.append(refused(lambda: cut.forward_backward(others, **rows)))
         losses.append(cut.forward_backward(labels, **inputs))
     return said, torch.equal(*losses)
 
