@@ -29,7 +29,7 @@ from lorakernels.ops import checks
 from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
 from lorakernels.ops.fp8_grad_input import add_branch, fake, launch_csrc, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
-from lorakernels.ops.hardware import SEVERAL, why_not_cublaslt_blocks
+from lorakernels.ops.hardware import SEVERAL, Place, why_not_cublaslt_blocks
 from lorakernels.ops.register import Implementation, Op, define
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
@@ -189,6 +189,12 @@ def by_cublaslt(
     return rounded_with_branch(dx.float(), ds, lora_A, dropout, out_dtype)
 
 
+def chosen(place: Place) -> tuple[str, str]:
+    """What doctor says: as of the forward, but csrc's is not one kernel."""
+    name, why = chosen_blocks(place)
+    return name, why.replace("one kernel", "a kernel behind Wᵀ's copy") if name == "csrc" else why
+
+
 fp8_block_grad_input = define(
     Op(
         "fp8_block_grad_input",
@@ -201,7 +207,7 @@ fp8_block_grad_input = define(
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt),
             Implementation("torch", by_torch),
         ),
-        chosen_blocks,
+        chosen,
     ),
     "(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv, Tensor? ds,"
     " Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0, SymInt col0=0,"

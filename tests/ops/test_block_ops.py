@@ -12,6 +12,7 @@ from lorakernels import ops
 from lorakernels.device import capability
 from lorakernels.kernels import tune
 from lorakernels.numerics.blocks import dequantize_rows, quantize_rows
+from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops import Scaled
 from lorakernels.ops.register import OPS
 from tests.dry_cuda import dry_cuda
@@ -45,7 +46,8 @@ def test_products_of_random_sizes_are_within_the_bound(seed, device, monkeypatch
     draw = random.Random(seed)
     rows = draw.choice([draw.randint(1, 40), draw.randint(41, 700), 128 * draw.randint(1, 9)])
     n, k = (16 * draw.randint(1, 130 if device.type == "cuda" else 20) for _ in range(2))
-    rank = draw.choice([0, draw.randint(1, 16), draw.randint(17, 64)])
+    ranks = draw.randint(1, 16), draw.randint(17, 64), draw.randint(65, 300)  # above 64 in steps
+    rank = draw.choice([0, *ranks])
     dtype, factor = draw.choice([BF16, FP16]), draw.choice([BF16, FP32])
     name = NAMES[seed % 2]
     tile = draw.choice(list(tune.CSRC_TILES["blocks"]))
@@ -63,6 +65,31 @@ def test_products_of_random_sizes_are_within_the_bound(seed, device, monkeypatch
     done = Call(before, arguments, tuple(tensors(op(*arguments))), 1)
     for each in CONTRACTS[name].bound(done):
         assert each.is_right(), (make, rows)
+
+
+@pytest.mark.parametrize("handed", [False, True], ids=["drawn", "handed over"])
+@pytest.mark.parametrize("rank", [16, 17, 70, 192], ids="r{}".format)
+@pytest.mark.parametrize("origin", [(0, 0), (1001, 4104)], ids=["whole", "shard"])
+@pytest.mark.parametrize("tile", [*tune.CSRC_TILES["blocks"]], ids="{0[0]}x{0[1]}".format)
+def test_the_mask_in_blocks_is_the_reference_s_bit_for_bit(
+    tile, origin, rank, handed, device, monkeypatch
+):
+    """dy = 0, ds and A of ones: dx is 0 where the branch is dropped, and elsewhere rank / (1 − p), exact in bf16.
+
+    The tiles hang over the last row and the last column. Ranks above 64 come in steps. The mask is drawn, or read.
+    """
+    monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
+    rows, k = 3 * 128 + 77, 2 * 256 + 80
+    made = Case(Grad(k, 144, rank, p=0.5), rows).arguments(device)
+    dy, fp8, weight, ds, lora_A, dropout, dtype = made
+    for x, value in ((dy.data, 0), (ds, 1), (lora_A, 1)):
+        x.fill_(value)
+    dropout = dropout._replace(row0=origin[0], col0=origin[1])
+    keep = drawn_mask(dropout, rows, k)
+    if handed:
+        dropout = dropout._replace(dropped=dropped_bits(keep))
+    dx = ops.fp8_block_grad_input(dy, fp8, weight, ds, lora_A, dropout, dtype)
+    assert torch.equal(dx, (keep * (2.0 * rank)).to(BF16))
 
 
 @pytest.mark.parametrize("name", NAMES)
