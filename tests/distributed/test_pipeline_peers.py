@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +22,8 @@ from torch.distributed.pipelining import schedules
 
 from lorakernels.parallel import comm, pipeline_parallel, pipeline_peers
 from lorakernels.parallel.pipeline_engine import Sent
-from tests.distributed.pipeline_models import Way, batch, compare, make
+from tests.distributed import test_pipeline_graphs
+from tests.distributed.pipeline_models import STEPS, Way, batch, compare, make
 from tests.distributed.test_pipeline import refused
 from tests.fusion.fused_models import FP32
 from tests.processes import backend_on_gpus, on_ranks
@@ -40,6 +43,10 @@ WORLDS = {
         Way("interleaved, fused, FP8", 8, 2, 8, fused=True, fp8=True, dropout=0.1),
     ),
 }
+REPLAYED = (
+    Way("fused, FP8", fused=True, fp8=True),
+    Way("interleaved, replayed", chunks=2, fused=True),
+)
 ON_GPU = (
     Way("fp32", dropout=0.1),
     Way("interleaved, fused, bf16", chunks=2, fused=True, dtype=torch.bfloat16),
@@ -84,6 +91,24 @@ class FilePost:
     def left(self) -> int:
         """How many signals nobody waited for."""
         return int(self._signals[self._rank].sum())
+
+
+class LatePost(FilePost):
+    """Copies in a thread of its own, later than `send` returns, as a copy engine does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._waiting: Queue[tuple[Tensor, int, int]] = Queue()
+        threading.Thread(target=self._copy, daemon=True).start()
+
+    def send(self, x: Tensor, rank: int, number: int) -> None:
+        self._waiting.put((x.detach(), rank, number))
+
+    def _copy(self) -> None:
+        while True:
+            job = self._waiting.get()
+            time.sleep(0.02)
+            super().send(*job)
 
 
 def by_files(made: list[FilePost]) -> contextlib.ExitStack:
@@ -157,6 +182,20 @@ def test_torch_reads_what_was_written_and_sends_nothing() -> None:
     for inside, none in on_ranks(places, 2, "gloo"):
         assert len(inside) == 3 * 4 and all(inside)
         assert none
+
+
+def replayed(rank: int, device: torch.device) -> dict[str, Any]:
+    posts = patch.object(pipeline_peers, "PeerPost", LatePost)
+    with posts, patch.object(comm, "choose", lambda *args: ("peer", "a test")):
+        return test_pipeline_graphs.compare(rank, device, [*REPLAYED])
+
+
+def test_graphs_write_over_nothing_that_is_still_copied() -> None:
+    """What a stage sends is no graph's own memory, so that a later replay may begin before it was copied."""
+    for found in on_ranks(replayed, 2, "gloo"):
+        for way in REPLAYED:
+            assert found[str(way)]["unequal"] == []
+            assert found[str(way)]["replayed"] == (STEPS - 1) * way.microbatches
 
 
 def other_transports(rank: int, device: torch.device) -> tuple[list[str], bool]:
