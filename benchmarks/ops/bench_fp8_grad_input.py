@@ -100,7 +100,7 @@ def pytorch(i: Inputs) -> Tensor:
     return dx.add_(branch)
 
 
-def through_op(i: Inputs, given: bool) -> Tensor:
+def through_op(i: Inputs, given: bool = False) -> Tensor:
     dropout = i.given if given else i.dropout
     return ops.fp8_grad_input(i.dy, E5M2, i.weight, i.ds, i.lora_A, dropout, i.out_dtype)
 
@@ -108,8 +108,8 @@ def through_op(i: Inputs, given: bool) -> Tensor:
 PROVIDERS: dict[str, tuple[Callable[[Inputs], Tensor], bool]] = {  # and whether it has LoRA
     "cublaslt, split": (lambda i: cublaslt(i, False), False),
     "cublaslt, fast": (lambda i: cublaslt(i, True), False),
-    "ours, single": (lambda i: through_op(i, False), True),
-    "ours, single, mask given": (lambda i: through_op(i, True), True),
+    "ours, single": (through_op, True),
+    "ours, single, mask given": (lambda i: through_op(i, given=True), True),
     "pytorch": (pytorch, True),
 }
 NOT_JUDGED = ("cublaslt, fast",)

@@ -325,9 +325,8 @@ class PipelineParallel:
                     at=at,
                 )
             except BaseException:
-                del self._schedules[
-                    trains
-                ]  # what other ranks sent is there, and is not of the next step
+                # what other ranks sent is there, and is not of the next step
+                del self._schedules[trains]
                 raise
         total = torch.zeros(1, device=device)
         for loss in last.losses:

@@ -55,6 +55,10 @@ class PeerPost:
         group: of ranks that read each other's memory.
         sent: the form of all tensors.
         count: how many a rank may receive in a step.
+
+    Raises:
+        torch.OutOfMemoryError: this rank's GPU is full.
+        ValueError: another rank's is.
     """
 
     def __init__(self, group: Any, sent: Sent, count: int) -> None:
@@ -65,10 +69,11 @@ class PeerPost:
         size = torch.Size(sent.shape).numel() * sent.dtype.itemsize
         self._stride = aligned(size) // sent.dtype.itemsize
         self._milliseconds = int(comm.timeout_of(group, sent.device).total_seconds() * 1000)
-        self._memory = [
-            comm.peer_memory(min(self._limit, count - start) * aligned(size), sent.device)
-            for start in range(0, count, self._limit)
-        ]
+        with comm.together(group):  # one rank's GPU may be full
+            self._memory = [
+                comm.peer_memory(min(self._limit, count - start) * aligned(size), sent.device)
+                for start in range(0, count, self._limit)
+            ]
         self._handles = [symmetric.rendezvous(m, group.group_name) for m in self._memory]
         self._side = torch.cuda.Stream(sent.device)
         self._one = torch.ones(1, dtype=torch.int32, device=sent.device)

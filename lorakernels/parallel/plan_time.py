@@ -34,9 +34,10 @@ EXCHANGE = 18e-6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
-# Time of a product in blocks over that of one with a single scale: geometric means over the shapes of an H200's
-# fp8_block_linear.csv and fp8_linear_lora.csv, fp8_block_grad_input.csv and fp8_grad_input.csv, at rank 16.
-BLOCK_FORWARD, BLOCK_BACKWARD = 1.17, 1.40
+# Time of a product in blocks over that of one with a single scale. Forward: the geometric mean over the shapes of an
+# H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: that of five shapes, 1.22 beside fast sums
+# in one run, times 0.92, as such products take 0.89 to 0.95 of those that split (docs/log/2026-11.md, 27 November).
+BLOCK_FORWARD, BLOCK_BACKWARD = 1.17, 1.12
 REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
 
 

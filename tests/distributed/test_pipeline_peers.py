@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 import time
+from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +22,9 @@ from torch.distributed.pipelining import schedules
 
 from lorakernels.parallel import comm, pipeline_parallel, pipeline_peers
 from lorakernels.parallel.pipeline_engine import Sent
-from tests.distributed.pipeline_models import Way, batch, compare, make
+from tests.distributed import test_pipeline_graphs
+from tests.distributed.pipeline_models import STEPS, Way, batch, compare, make
+from tests.distributed.test_pipeline import refused
 from tests.fusion.fused_models import FP32
 from tests.processes import backend_on_gpus, on_ranks
 
@@ -38,6 +43,10 @@ WORLDS = {
         Way("interleaved, fused, FP8", 8, 2, 8, fused=True, fp8=True, dropout=0.1),
     ),
 }
+REPLAYED = (
+    Way("fused, FP8", fused=True, fp8=True),
+    Way("interleaved, replayed", chunks=2, fused=True),
+)
 ON_GPU = (
     Way("fp32", dropout=0.1),
     Way("interleaved, fused, bf16", chunks=2, fused=True, dtype=torch.bfloat16),
@@ -82,6 +91,24 @@ class FilePost:
     def left(self) -> int:
         """How many signals nobody waited for."""
         return int(self._signals[self._rank].sum())
+
+
+class LatePost(FilePost):
+    """Copies in a thread of its own, later than `send` returns, as a copy engine does."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._waiting: Queue[tuple[Tensor, int, int]] = Queue()
+        threading.Thread(target=self._copy, daemon=True).start()
+
+    def send(self, x: Tensor, rank: int, number: int) -> None:
+        self._waiting.put((x.detach(), rank, number))
+
+    def _copy(self) -> None:
+        while True:
+            job = self._waiting.get()
+            time.sleep(0.02)
+            super().send(*job)
 
 
 def by_files(made: list[FilePost]) -> contextlib.ExitStack:
@@ -155,6 +182,94 @@ def test_torch_reads_what_was_written_and_sends_nothing() -> None:
     for inside, none in on_ranks(places, 2, "gloo"):
         assert len(inside) == 3 * 4 and all(inside)
         assert none
+
+
+def replayed(rank: int, device: torch.device) -> dict[str, Any]:
+    posts = patch.object(pipeline_peers, "PeerPost", LatePost)
+    with posts, patch.object(comm, "choose", lambda *args: ("peer", "a test")):
+        return test_pipeline_graphs.compare(rank, device, [*REPLAYED])
+
+
+def test_graphs_write_over_nothing_that_is_still_copied() -> None:
+    """What a stage sends is no graph's own memory, so that a later replay may begin before it was copied."""
+    for found in on_ranks(replayed, 2, "gloo"):
+        for way in REPLAYED:
+            assert found[str(way)]["unequal"] == []
+            assert found[str(way)]["replayed"] == (STEPS - 1) * way.microbatches
+
+
+def other_transports(rank: int, device: torch.device) -> tuple[list[str], bool]:
+    """What ranks say of transports that they cannot have, and whether the model is as before."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = make(Way(""), device)
+    before = [name for name, _ in model.named_parameters()]
+    said = []
+    for transport in ("peer", "post", ("auto", "gloo")[rank]):
+        call = partial(pipeline_parallel, model, mesh["pp"], microbatches=4, transport=transport)
+        said.append(refused(call))
+    return said, before == [name for name, _ in model.named_parameters()]
+
+
+def test_a_transport_that_ranks_cannot_have_is_refused_on_all() -> None:
+    for said, as_before in on_ranks(other_transports, 2, "gloo"):
+        no_gpu, unknown, differs = said
+        assert no_gpu == "ValueError: transport 'peer' needs GPUs, found a model on cpu"
+        assert unknown.startswith("ValueError: transport must be one of ['auto', 'peer'")
+        assert differs.startswith("ValueError") and "transport" in differs
+        assert as_before
+
+
+def half_a_step(rank: int, device: torch.device) -> tuple[list[str], bool]:
+    """What a step says that ends on rank 1 before it reads what rank 0 sent; whether the next step is as the first."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    way, said, losses = Way(""), list[str](), list[Tensor]()
+    labels, inputs = batch(0, way, device)
+    with by_files([]):
+        model = make(way, device)
+        cut = pipeline_parallel(model, mesh["pp"], microbatches=4)
+        losses.append(cut.forward_backward(labels, **inputs))
+        real, calls = pipeline_peers.PeerStage.forward_one_chunk, []
+
+        def ends(stage: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(stage)
+            if len(calls) == 2 - rank:  # rank 0's second microbatch: the first one has been sent
+                raise RuntimeError(f"rank {rank} ends")
+            return real(stage, *args, **kwargs)
+
+        with patch.object(pipeline_peers.PeerStage, "forward_one_chunk", ends):
+            others, rows = batch(1, way, device)  # which the next step must not read
+            said.append(refused(lambda: cut.forward_backward(others, **rows)))
+        losses.append(cut.forward_backward(labels, **inputs))
+    return said, torch.equal(*losses)
+
+
+def test_what_was_sent_in_a_step_that_ended_is_not_of_the_next_one() -> None:
+    for rank, (said, equal) in enumerate(on_ranks(half_a_step, 2, "gloo")):
+        assert said == [f"RuntimeError: rank {rank} ends"]
+        assert equal
+
+
+def full(rank: int, device: torch.device) -> str:
+    """What ranks say if rank 1 has no memory for what it receives."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    sent = Sent(FORM, torch.float16, device, "peer")
+
+    def memory(size: int, device: torch.device) -> Tensor:
+        if rank == 1:
+            raise torch.OutOfMemoryError("full")
+        return torch.zeros(size, dtype=torch.uint8)
+
+    waits = AssertionError("waits for the rank that has raised")
+    with (
+        patch.object(comm, "peer_memory", memory),
+        patch("torch.distributed._symmetric_memory.rendezvous", side_effect=waits),
+    ):
+        return refused(lambda: pipeline_peers.PeerPost(mesh.get_group(), sent, 12))
+
+
+def test_a_rank_without_memory_to_receive_in_is_told_to_all() -> None:
+    found = on_ranks(full, 2, "gloo")
+    assert found == ["ValueError: rank 1: full", "OutOfMemoryError: full"]
 
 
 FORM = (2, 3, 5)  # of what is sent: 60 bytes, less than what is aligned

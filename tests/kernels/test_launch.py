@@ -263,12 +263,8 @@ def test_every_launcher_takes_stand_ins(
     given = {symbolic(i) for i, _ in enumerate(tensors_of(arguments))}
     used = set()
     for call in recorded:
-        shares = name.startswith(
-            ("norm_in", "rms_norm-", "swiglu")
-        )  # tiles, with nothing launched in front
-        in_order = ("cross_entropy", "rope_backward")
-        alone = shares and name.endswith(("_in_blocks", "-none"))
-        starts_early = early and not name.startswith(in_order) and not alone
+        in_order = name.startswith(("cross_entropy", "rope_backward")) or name.endswith("in_blocks")
+        starts_early = early and not in_order
         assert call["early"] == starts_early
         assert len(call["grid"]) == 3 and min(call["grid"]) > 0
         *parameters, scratch, more = call["parameters"]

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lorakernels.kernels.triton import quantize as module
 from lorakernels.kernels.triton.quantize import PARTIALS, decode_e4m3, encode, scale_to_use
 from lorakernels.numerics.fp8 import E4M3, FLT_MAX, quantize_fp8, scale_of
 from tests.kernels.by_triton import interpret
@@ -95,6 +96,13 @@ def test_interpreted(tmp_path):
 def test_on_the_gpu(native):
     bytes_ = {e: encoded(e, native, "cuda") for e in FORMATS}
     assert_like_reference(bytes_, decoded(native, "cuda"), scales("cuda"))
+
+
+def test_in_blocks_no_launch_is_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "overlaps", lambda device: True)
+    x = torch.zeros(2, 128)
+    assert module.quantized((2, 128), x, None, E4M3, False).options == {}
+    assert module.quantized((2, 128), x, None, E4M3).options == {"launch_pdl": True}
 
 
 if __name__ == "__main__":
