@@ -36,7 +36,7 @@ def joined(tables: Sequence[Table], by: Sequence[str]) -> Table:
     """The rows of all tables, with every column that one of them has; a later table's replace an earlier one's.
 
     Raises:
-        ValueError: a table lacks a column of `by`.
+        ValueError: a table lacks a column of `by`, or none has a row.
     """
     found: dict[tuple[str, ...], Table] = {}
     for table in tables:
@@ -47,6 +47,8 @@ def joined(tables: Sequence[Table], by: Sequence[str]) -> Table:
             groups.setdefault(tuple(row[column] for column in by), []).append(row)
         found |= groups
     rows = [row for group in found.values() for row in group]
+    if not rows:
+        raise ValueError("no run has a row")
     columns = dict.fromkeys(c for row in rows for c in row if c not in FACTS)
     facts = dict.fromkeys(c for c in FACTS if any(c in row for row in rows))
     return [{column: row.get(column, "") for column in (*columns, *facts)} for row in rows]

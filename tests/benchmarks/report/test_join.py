@@ -69,6 +69,11 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
         command("layer", tmp_path, "--output", tmp_path)
 
 
+def test_runs_that_have_no_row_are_refused() -> None:
+    with pytest.raises(ValueError, match="no run has a row"):
+        join.joined([[], []], ["size"])
+
+
 def test_means_of_quality_are_over_the_seeds_of_all_runs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     same = {"model": "demo", "check": "ok", "steps": "5", "base": "ab", "loss before": "3.0"}
