@@ -36,7 +36,7 @@ class Post(Protocol):
         """Where this rank receives that tensor: always the same memory, and another object at each call."""
 
     def begin(self) -> None:
-        """A stage is about to run. It may write where what was sent before its last run still is, as graphs do."""
+        """A stage is about to run: what was sent before its last run has been copied then."""
 
     def send(self, x: Tensor, rank: int, number: int) -> None:
         """Write `x` into that rank's place, once the current stream has computed it."""

@@ -71,7 +71,7 @@ def test_a_base_in_blocks_is_planned(options: FinetuneOptions) -> None:
 def test_the_host_takes_what_the_gpu_has_no_room_for(options, monkeypatch) -> None:
     monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 60_000_000_000)
     said: list[str] = []
-    found = planned(options, LORA, Gpus("H200", 18_000_000_000, 1), said.append)
+    found = planned(options, LORA, Gpus("H200", 16_000_000_000, 1), said.append)
     assert 0 < found.offload < 1 and not found.shard_base
     assert found.offload_activations and "checkpoint-offload" in said[2]
     shape = [
