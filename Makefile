@@ -30,7 +30,8 @@ SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numproces
 LONG := tests/build/test_packaging.py tests/train/test_smollm2.py tests/benchmarks/parallel \
 	tests/benchmarks/models/test_quality_recipes.py tests/test_spread.py \
 	tests/distributed/test_tensor_models.py tests/distributed/test_pipeline.py \
-	tests/distributed/test_pipeline_context.py tests/train/test_pipeline_context_ranks.py
+	tests/distributed/test_pipeline_context.py tests/train/test_pipeline_context_ranks.py \
+	tests/distributed/test_pipeline_peers.py tests/distributed/test_sharded_base.py
 
 test: $(BUILT)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG:%=--ignore %) $(ARGS)
