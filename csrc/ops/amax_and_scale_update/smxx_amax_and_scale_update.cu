@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "host/cuda_check.h"
+#include "device/overlap.h"
+#include "host/launch.h"
 #include "ops/amax_and_scale_update/params.h"
 
 namespace lorakernels {
 namespace {
 
-constexpr int kColumns = 32;
-constexpr int kThreadRows = 32;
-constexpr int kRowsPerThread = 16;  // loaded at a time
+constexpr int kColumns = 8;
+constexpr int kThreadRows = 128;
+constexpr int kRowsPerThread = 8;  // loaded at a time: with this a history of 1024 is one tile
 constexpr int kTileRows = kThreadRows * kRowsPerThread;
 
 __device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {
@@ -18,11 +19,30 @@ __device__ bool gate_is_open(const AmaxAndScaleUpdateParams& params) {
   return __syncthreads_or(open);
 }
 
-// blockIdx.y is the direction. A warp has 32 neighbouring columns of a row. The history is moved up by one row, tile by
-// tile. All rows of a tile are read before any of them is written, and later tiles read only rows below it.
-__global__ void __launch_bounds__(kColumns* kThreadRows)
+// The largest `mine` of the block in each column.
+__device__ float max_of_column(float mine) {
+  constexpr int kParts = kThreadRows / 32;
+  __shared__ float partial[kThreadRows][kColumns + 1], largest[kParts][kColumns];
+  partial[threadIdx.y][threadIdx.x] = mine;
+  __syncthreads();
+  const int thread = threadIdx.y * kColumns + threadIdx.x, warp = thread / 32, lane = thread % 32;
+  float amax = partial[warp % kParts * 32 + lane][warp / kParts];
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+  if (lane == 0) largest[warp % kParts][warp / kParts] = amax;
+  __syncthreads();
+  amax = largest[0][threadIdx.x];
+#pragma unroll
+  for (int part = 1; part < kParts; ++part) amax = fmaxf(amax, largest[part][threadIdx.x]);
+  return amax;
+}
+
+// blockIdx.y is the direction. A quarter of a warp has 8 neighbouring columns of a row. The history is moved up by one
+// row, tile by tile. All rows of a tile are read before any of them is written, and later tiles read only rows below
+// it. A column without a new amax is read for nothing, so that no load waits for another.
+__global__ void __launch_bounds__(kColumns* kThreadRows, 1)
     amax_and_scale_update_kernel(const AmaxAndScaleUpdateParams params) {
-  __shared__ float partial[kThreadRows][kColumns + 1];
+  begin_after_previous_kernel();
   if (!gate_is_open(params)) return;
 
   const bool is_backward = blockIdx.y == 1;
@@ -32,35 +52,33 @@ __global__ void __launch_bounds__(kColumns* kThreadRows)
   const float* const amaxes = params.current == nullptr ? history : params.current + blockIdx.y * params.n + column;
   const int64_t last = params.history_len - 1;
   const float current = inside ? *amaxes : 0.0f;
+  const float scale = inside ? history[params.history_len * params.n] : 0.0f;
   const bool active = inside && current != 0.0f;
   float amax = 0.0f;
 
-  for (int64_t base = 0; base < last; base += kTileRows) {
+  const int64_t step = kThreadRows * params.n;
+  float* to = history + threadIdx.y * params.n;
+  for (int64_t row = threadIdx.y; row - threadIdx.y < last; row += kTileRows, to += kTileRows * params.n) {
     float entry[kRowsPerThread];
 #pragma unroll
     for (int j = 0; j < kRowsPerThread; ++j) {
-      const int64_t row = base + j * kThreadRows + threadIdx.y;
-      entry[j] = active && row < last ? history[(row + 1) * params.n] : 0.0f;
+      entry[j] = inside && row + j * kThreadRows < last ? to[j * step + params.n] : 0.0f;
     }
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kRowsPerThread; ++j) {
-      const int64_t row = base + j * kThreadRows + threadIdx.y;
       amax = max_of_finite(amax, entry[j]);
-      if (active && row < last && row > 0) history[row * params.n] = entry[j];
+      if (active && row + j * kThreadRows < last && row + j > 0) to[j * step] = entry[j];
     }
   }
 
-  partial[threadIdx.y][threadIdx.x] = amax;
-  __syncthreads();
+  amax = max_of_column(amax);
   if (threadIdx.y != 0 || !active) return;
-  for (int row = 1; row < kThreadRows; ++row) amax = max_of_finite(amax, partial[row][threadIdx.x]);
   amax = params.most_recent ? current : max_of_finite(amax, current);
-
   history[last * params.n] = current;
   history[0] = 0.0f;
-  float& scale = history[params.history_len * params.n];
-  scale = updated_scale(scale, current, amax, is_backward ? params.scaled_fp8_max[1] : params.scaled_fp8_max[0]);
+  history[params.history_len * params.n] =
+      updated_scale(scale, current, amax, is_backward ? params.scaled_fp8_max[1] : params.scaled_fp8_max[0]);
 }
 
 }  // namespace
@@ -70,8 +88,7 @@ void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams& params, void* 
   const DeviceGuard guard(device);
   const dim3 block(kColumns, kThreadRows);
   const dim3 grid(static_cast<unsigned>((params.n + kColumns - 1) / kColumns), 2);
-  amax_and_scale_update_kernel<<<grid, block, 0, static_cast<cudaStream_t>(stream)>>>(params);
-  LORAKERNELS_CHECK_LAUNCH("amax_and_scale_update");
+  launch_kernel(amax_and_scale_update_kernel, grid, block, 0, static_cast<cudaStream_t>(stream), true, params);
 }
 
 }  // namespace lorakernels
