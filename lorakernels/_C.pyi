@@ -297,6 +297,9 @@ def record_kernel(
 class Graph:
     """A captured CUDA graph, and its executable form once instantiated (csrc/graphs/graph.h)."""
 
+    def replace_memsets(
+        self, most_bytes: int
+    ) -> int: ...  # by kernels that write the same; how many
     def instantiate(self) -> None: ...
     def upload(self, stream: int) -> None: ...
     def launch(self, stream: int) -> None: ...

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
+from tests.memsets import memset
+
 BYTE = 0xFF
 AVAILABLE = hasattr(torch.library, "get_kernel")  # torch 2.8 cannot call a kernel that it replaced
 ALLOCATIONS = ("empty.memory_format", "empty_strided")
@@ -36,20 +38,9 @@ def poison(x: Tensor) -> Tensor:
         ctypes.memset(memory.data_ptr(), BYTE, memory.nbytes())
     elif memory.nbytes() and not torch.cuda.is_current_stream_capturing():
         with torch.cuda.device(x.device):
-            _fill_on_gpu(memory.data_ptr(), memory.nbytes())
+            # By the driver: a `fill_` of torch's allocates, which would poison in turn.
+            memset(memory.data_ptr(), 1, BYTE, memory.nbytes())
     return x
-
-
-def _fill_on_gpu(address: int, size: int) -> None:
-    """By the driver: a `fill_` of torch's allocates, which would poison in turn."""
-    stream = torch.cuda.current_stream().cuda_stream
-    error = ctypes.CDLL("libcuda.so.1").cuMemsetD8Async(
-        ctypes.c_uint64(address),
-        ctypes.c_ubyte(BYTE),
-        ctypes.c_size_t(size),
-        ctypes.c_void_p(stream),
-    )
-    assert error == 0, f"cuMemsetD8Async returned {error}"
 
 
 def _poisoning(name: str, key: str) -> Callable[..., Tensor]:

@@ -58,6 +58,7 @@ py::object launcher(const std::shared_ptr<Graph>& graph) {
 void register_graph(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
+      .def("replace_memsets", &Graph::replace_memsets, py::arg("most_bytes"), unlocked())
       .def("instantiate", &Graph::instantiate, unlocked())
       .def("upload", &Graph::upload, py::arg("stream"), unlocked())
       .def("launch", &Graph::launch, py::arg("stream"), unlocked())

@@ -6,7 +6,8 @@
 #include <utility>
 
 #include "graphs/graph.h"
-#include "host/cuda_check.h"
+#include "graphs/memset_nodes.h"
+#include "graphs/nodes.h"
 
 namespace lorakernels {
 namespace {
@@ -14,13 +15,6 @@ namespace {
 cudaStream_t as_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 cudaGraph_t as_graph(void* graph) { return static_cast<cudaGraph_t>(graph); }
 cudaGraphExec_t as_exec(void* exec) { return static_cast<cudaGraphExec_t>(exec); }
-
-// A failed call also sets the thread's last error. It is cleared, so that the next check does not report it.
-void check(cudaError_t code, const char* call) {
-  if (code != cudaSuccess) cudaGetLastError();
-  check_cuda(code, call);
-}
-#define CHECK(call) check((call), #call)
 
 template <typename Function>
 Function driver_function(const char* name, unsigned int version) {
@@ -124,6 +118,12 @@ const char* update_result(cudaGraphExecUpdateResult result) {
 
 }  // namespace
 
+int64_t Graph::replace_memsets(uint64_t most_bytes) {
+  if (exec_ != nullptr) throw std::runtime_error("Graph.replace_memsets: it is instantiated already");
+  if (graph_ == nullptr) throw std::runtime_error("Graph.replace_memsets: there is no captured graph");
+  return replace_memset_nodes(as_graph(graph_), most_bytes);
+}
+
 void Graph::instantiate() {
   if (exec_ != nullptr) throw std::runtime_error("Graph.instantiate: it is instantiated already");
   if (graph_ == nullptr) throw std::runtime_error("Graph.instantiate: there is no captured graph");
@@ -163,12 +163,8 @@ std::string Graph::update(Graph& other) {
 
 std::vector<NodeCount> Graph::census() const {
   if (graph_ == nullptr) throw std::runtime_error("Graph.census: it has no captured graph");
-  size_t size = 0;
-  CHECK(cudaGraphGetNodes(as_graph(graph_), nullptr, &size));
-  std::vector<cudaGraphNode_t> nodes(size);
-  if (size > 0) CHECK(cudaGraphGetNodes(as_graph(graph_), nodes.data(), &size));
   std::map<std::pair<std::string, std::string>, int64_t> counts;
-  for (const cudaGraphNode_t node : nodes) ++counts[kind_of(node)];
+  for (const cudaGraphNode_t node : nodes_of(as_graph(graph_))) ++counts[kind_of(node)];
   std::vector<NodeCount> result;
   for (const auto& [kind, count] : counts) result.push_back({kind.first, kind.second, count});
   return result;
@@ -211,7 +207,7 @@ void* end_capture(uintptr_t stream) {
   cudaGraph_t graph = nullptr;
   const cudaError_t code = cudaStreamEndCapture(as_stream(stream), &graph);
   if (code != cudaSuccess && graph != nullptr) cudaGraphDestroy(graph);
-  check(code, "cudaStreamEndCapture");
+  check_and_clear(code, "cudaStreamEndCapture");
   return graph;
 }
 

@@ -28,6 +28,8 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
   ~Graph() { destroy(); }
 
+  // Puts kernels in the places of memset nodes of at most so many bytes, as of memset_nodes.h. Returns how many.
+  int64_t replace_memsets(uint64_t most_bytes);
   void instantiate();
   void upload(uintptr_t stream);
   void launch(uintptr_t stream) const;

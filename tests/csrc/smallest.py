@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from lorakernels.graphs import CudaBackend
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -30,6 +31,7 @@ from lorakernels.kernels import tune
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops.register import Op
 from lorakernels.values import Dropout, Weight
+from tests.memsets import memset
 from tests.ops.cases import CONTRACTS
 from tests.ops.cases import fp8_block_grad_input as block_grads
 from tests.ops.cases import fp8_block_linear as block_linears
@@ -266,7 +268,21 @@ def launch(group: str) -> int:
         drawn_mask(Made("cuda", 1).dropout(), 13, 27)
         check_longest(torch.arange(0, 2709, 9, dtype=torch.int32).cuda(), 9)  # 300 documents
         torch.cuda.synchronize()
+        replay_memsets()
     return ran
+
+
+def replay_memsets() -> None:
+    """What stands in graphs for memsets: of a few bytes, and of several blocks that begin and end anywhere."""
+    backend, x = CudaBackend(torch.device("cuda")), torch.empty(20_000, dtype=torch.uint8).cuda()
+    with backend.session(), backend.capture() as captured:
+        memset(x.data_ptr() + 19_999, 1, 1, 1)
+        memset(x.data_ptr() + 2, 2, 2, 3)
+        memset(x.data_ptr() + 12, 4, 3, 4900)
+    captured.graph.launch(backend.stream())
+    torch.cuda.synchronize()
+    captured.graph.destroy()
+    backend.release()
 
 
 def main() -> int:

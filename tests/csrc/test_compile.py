@@ -40,6 +40,7 @@ REGISTERS = {
     "bias_dropout_add_kernel": 128,
     "bias_dropout_add_backward_kernel": 128,
     "bias_grad_kernel": 64,
+    "memset_kernel": 32,  # 8 blocks of 256 threads
 }
 # quantize_grad_kernel<…, rank, …, kDraws, kApart>: one block of 256 threads, of 640, and of 384
 GRAD_REGISTERS = {("128", "0", "0"): 255, ("16", "1", "1"): 96, ("64", "1", "0"): 168}
