@@ -9,6 +9,9 @@ before it is timed, on the first 256 tokens and without dropout. y − x, dx −
 compared; "error" is the largest of their relative errors in the Frobenius norm. A layer that is off is not timed. The
 exit code is 1 if it is ours.
 
+"graphed" rows replay a graph of forward and one of backward. Ours are made by `lorakernels.graphs`, as users of
+GraphManager have them, and others' by torch.cuda.graph.
+
 On a GPU each provider has a process of its own, and all are alive while a size is measured. They are asked in order
 and then in reverse order: a steady drift of the GPU's clock then cancels in the ratios. A provider that breaks says
 why in its row. Columns:

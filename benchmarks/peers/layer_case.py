@@ -165,22 +165,28 @@ class TwoGraphs(LayerPeer):
             raise Unavailable("needs a GPU")
         self.of, self.case, self.x, self.dy = of, of.case, of.x, of.dy
         self.lora, self.fp8, self.adapters = of.lora, of.fp8, of.adapters
+        self.capture(of)
+
+    def capture(self, of: LayerPeer) -> None:
+        """Set `y`, `grads`, and what replays both."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             of.warm_up()
         torch.cuda.current_stream().wait_stream(side)
-        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._forward):
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(forward):
             y = of.forward()
-        with torch.cuda.graph(self._backward, pool=self._forward.pool()):
-            self._grads = of.backward(y)
-        self._y = y.detach()
+        with torch.cuda.graph(backward, pool=forward.pool()):
+            self.grads = of.backward(y)
+        self.y = y.detach()
+        self.replay_forward: Callable[[], object] = forward.replay
+        self.replay_backward: Callable[[], object] = backward.replay
 
     def forward(self) -> Tensor:
-        self._forward.replay()
-        return self._y
+        self.replay_forward()
+        return self.y
 
     def backward(self, y: Tensor) -> tuple[Tensor, ...]:
-        self._backward.replay()
-        return self._grads
+        self.replay_backward()
+        return self.grads

@@ -9,15 +9,26 @@ have equal As, each a copy of its own, but in TE's fused projection, which has o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lorakernels.graphs import CudaBackend
+from lorakernels.graphs.device.backend import CudaGraph
 from torch import Tensor, nn
 
 from benchmarks.peers.base import Unavailable, relative_error
 from benchmarks.peers.fp8_models import adapt_in_fp8
-from benchmarks.peers.layer_case import ADAPTED, ALPHA, RANK, SCALING, LayerCase, LayerPeer
+from benchmarks.peers.layer_case import (
+    ADAPTED,
+    ALPHA,
+    RANK,
+    SCALING,
+    LayerCase,
+    LayerPeer,
+    TwoGraphs,
+)
 from benchmarks.peers.plain import PlainLora
 from lorakernels import BlockScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 
@@ -161,6 +172,28 @@ class Ours(HfLayer):
             rng.advance()
 
         self.after = after
+
+    def graphed(self) -> LayerPeer:
+        return OurGraphs(self)
+
+
+class OurGraphs(TwoGraphs):
+    """Forward and backward, each a graph as `lorakernels.graphs` captures, instantiates and launches it."""
+
+    def capture(self, of: LayerPeer) -> None:
+        self.backend = CudaBackend(of.x.device)  # keeps the graphs' memory
+        with self.backend.session():
+            of.warm_up()
+            with self.backend.capture() as forward:
+                y = of.forward()
+            with self.backend.capture() as backward:
+                self.grads = of.backward(y)
+        self.y = y.detach()
+        self.replay_forward = self._replay(forward.graph)
+        self.replay_backward = self._replay(backward.graph)
+
+    def _replay(self, graph: CudaGraph) -> Callable[[], object]:
+        return lambda: graph.launch(self.backend.stream())
 
 
 class OursInBlocks(Ours):
