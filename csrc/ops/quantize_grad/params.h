@@ -6,9 +6,10 @@
 // side. Their B stand one below the other then, and their columns of s and ds, their windows, side by side:
 //   ds[:, window i] = scaling · dy[:, cols i] B[cols i]   dB[cols i] = scaling · dy[:, cols i]ᵀ s[:, window i]
 // Products run on the tensor cores with fp32 accumulation. Each block writes its sums to a workspace. A second kernel
-// adds the blocks' sums in an order that depends on QuantizeGradGrid alone, scales and rounds once. The time goes into
-// memory traffic, so a dropout mask can be drawn at the same time, for lora_grad_a and fp8_grad_input to read. For
-// sm_90a.
+// adds the blocks' sums in an order that depends on QuantizeGradGrid alone, scales and rounds once. If dy8 has no scale
+// yet, the blocks leave their amaxes, and the second kernel reads dy again and makes dy8. Without an adapter there is
+// no second kernel, and amax_if_unset_kernel runs first. The time goes into memory traffic, so a dropout mask can be
+// drawn at the same time, for lora_grad_a and fp8_grad_input to read. For sm_90a.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +74,8 @@ struct QuantizeGradParams {
   const void* dy;     // [rows, cols], row-major without gaps, 16-byte aligned
   const void* B;      // [cols, rank] of b_dtype; null with rank 0
   const void* s;      // [rows, pitch] of dy's dtype; null without dB
-  ScaleSource scale;  // of dy8; used with scale_inv only, and of it fp8_max alone in_blocks
+  ScaleSource scale;  // of dy8; used with scale_inv only, and of it fp8_max alone in_blocks. With an adapter each block
+                      // of quantize_grad_kernel has one of the partials.
   int64_t rows;       // elements, below 2^31 - 128
   int64_t cols;       // elements, a multiple of 8, below 2^31 - 512
   int64_t rank;       // 0 to 128, of every adapter
@@ -127,7 +129,8 @@ struct QuantizeGradGrid {
     }
     strip_cols = steps * kTileCols;
     strips = (cols + strip_cols - 1) / strip_cols;
-    blocks = std::max<int64_t>(1, std::min(strips * panels, multiprocessors));
+    // each block may leave an amax
+    blocks = std::clamp<int64_t>(strips * panels, 1, std::min<int64_t>(multiprocessors, ScaleSource::kPartials));
   }
 
   static constexpr LORAKERNELS_HD int most_steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }

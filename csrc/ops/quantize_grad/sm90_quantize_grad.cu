@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/draw_mask.h"
 #include "device/overlap.h"
-#include "device/ptx/cp_async.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
 #include "ops/quantize_grad/sm90_quantizer.h"
+#include "ops/quantize_grad/sm90_sum_shares.h"
 
 namespace lorakernels {
 namespace {
-
-constexpr int kSumThreads = 256, kSharesAtOnce = 16;
 
 // Stores a warpgroup's [64, kRank] sums in the order in which its threads hold them.
 template <int kSums>
@@ -21,10 +19,34 @@ __device__ void store_sums(float* target, const float (&sum)[kSums]) {
   }
 }
 
+// The scale of dy8. It is 0 if it has to come from the amaxes of all blocks, of which sum_shares_kernel makes it.
+template <int kRank>
+__device__ __forceinline__ float scale_of_tiles(const QuantizeGradParams& params) {
+  if (params.in_blocks) return 1.0f;
+  return kRank == 0 ? scale_to_use(params.scale) : kept_scale(params.scale);
+}
+
+// Writes what dy's elements give together. The threads from kFirst on, kThreads of them, have quantized.
+template <typename T, int kFirst, int kThreads>
+__device__ __forceinline__ void leave_amax_and_scale(const QuantizeGradParams& params, float scale, uint32_t most,
+                                                     uint32_t* most_of_block) {
+  const bool leads = threadIdx.x == kFirst;
+  most = warp_max_magnitude(most);
+  if (params.amax != nullptr) raise_amax<T>(params.amax, most);
+  if (params.in_blocks) return;
+  if (scale > 0.0f) {
+    if (blockIdx.x == 0 && leads) *params.scale_inv = __frcp_rn(scale);
+    return;
+  }
+  if (threadIdx.x % 32 == 0) atomicMax(most_of_block, most);
+  sync_some_threads<kThreads>(2);
+  if (leads) params.scale.partials[blockIdx.x] = __float_as_uint(unpacked<T>(*most_of_block).x);
+}
+
 // The warpgroups that make dy8 and do not multiply. At rank 0 the first thread brings the tiles, too.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
+                                               const Grid& grid, uint8_t* shared, RingOf<Tile> ring) {
   Producer<Tile> producer(Cursor(grid), ring);
   if constexpr (kRank == 0) {
     for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
@@ -32,12 +54,8 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
     return;
   }
   constexpr int kAtOnce = Role::kLeft < 64 ? 2 : 4;  // as registers allow
-  const bool one_scale = !params.in_blocks;
-  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(one_scale ? scale_to_use(params.scale) : 1.0f,
+  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_of_tiles<kRank>(params),
                                                                threadIdx.x - Role::kFirstQuantizer);
-  if (one_scale && blockIdx.x == 0 && threadIdx.x == Role::kFirstQuantizer) {
-    *params.scale_inv = __frcp_rn(quantize.scale);
-  }
   quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
     for (Cursor now(grid); now.left > 0; now.advance()) {
 #pragma unroll 1
@@ -53,7 +71,8 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
       }
     }
   });
-  if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+  leave_amax_and_scale<T, Role::kFirstQuantizer, 128 * Role::kQuantizers>(
+      params, quantize.scale, quantize.most, reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost));
 }
 
 // The products of a step in its stages, `first` and `second`, which is `first` where a step has one. `from_zero`: dB of
@@ -92,7 +111,7 @@ __device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&su
 // The warpgroups that multiply. Their first thread brings the tiles. Nobody else makes dy8 unless the roles say so.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
+                                               const Grid& grid, uint8_t* shared, RingOf<Tile> ring) {
   using Rows = Factor<kRank>;
   constexpr int kSums = kRank / 2;  // of a thread
   constexpr int64_t kBlockFloats = kAtom * kRank;
@@ -103,9 +122,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
   for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
   if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
   const bool quantizes = !Role::kApart && params.scale_inv != nullptr;
-  const bool one_scale = quantizes && !params.in_blocks;
-  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(one_scale ? scale_to_use(params.scale) : 1.0f, threadIdx.x);
-  if (one_scale && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
+  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(quantizes ? scale_of_tiles<kRank>(params) : 1.0f, threadIdx.x);
 
   const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
   float sum_dB[Tile::kSteps][kSums] = {};
@@ -156,7 +173,9 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
     }
   }
-  if (quantizes && params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+  if (!quantizes) return;
+  leave_amax_and_scale<T, 0, kMultiplying>(params, quantize.scale, quantize.most,
+                                           reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost));
 }
 
 template <typename T, int kRank, int kSteps, bool kDraws, bool kApart>
@@ -177,6 +196,7 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
       init_barrier(each.empty(), 4 * Role::kMultipliers + quantizers);
     }
     fence_barrier_init();
+    *reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost) = 0;
     if constexpr (kDraws) *drawn = 0;
     if (grid.panels > 0) prefetch_map(dy);  // of no rows there is none
   }
@@ -200,86 +220,6 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
     if constexpr (kHelp) draw();
   }
 #endif
-}
-
-template <typename T>
-__device__ void store_two(void* target, int64_t at, float first, float second, bool has_second) {
-  T* const to = static_cast<T*>(target) + at;
-  to[0] = static_cast<T>(first);
-  if (has_second) to[1] = static_cast<T>(second);
-}
-
-// ds and dB from the workspace. A thread adds up four numbers that a thread of quantize_grad_kernel stored together.
-template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_shares_kernel(const __grid_constant__ QuantizeGradParams params, const __grid_constant__ Grid grid) {
-  const int per_block = grid.padded_rank / 8 * 128;  // threads for 64 rows
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
-  const int64_t panel_blocks = grid.panels * kGroups;
-  int64_t block = index / per_block;
-  const int within = static_cast<int>(index % per_block), thread = within % 128;
-  const auto& projections = params.projections;
-  const bool is_ds = block < panel_blocks * projections.count;
-  const float* source = params.workspace;
-  int64_t shares = 0, stride, rows, first = 0;  // first: a row's first column in ds or dB
-  if (is_ds) {
-    const int which = static_cast<int>(block) / static_cast<int>(panel_blocks);
-    block -= which * panel_blocks, rows = params.rows, first = projections.window[which];
-    stride = panel_blocks * kAtom * grid.padded_rank;
-    const int strip = static_cast<int>(projections.begin(which)) / grid.strip_cols;
-    shares = (projections.end[which] + grid.strip_cols - 1) / grid.strip_cols - strip;
-    source += strip * stride + (block * per_block + within) * 4;
-  } else {
-    block -= panel_blocks * projections.count, rows = params.cols;
-    const int64_t blocks_of_strip = grid.strip_cols / kAtom, strip = block / blocks_of_strip;
-    int64_t low = 0;
-    const bool adapted = strip < grid.strips && projections.window[projections.of(strip * grid.strip_cols)] >= 0;
-    if (grid.panels > 0 && adapted) {
-      low = grid.block_of(strip * grid.panels);
-      shares = grid.block_of((strip + 1) * grid.panels - 1) - low + 1;
-    }
-    stride = grid.segment_floats();
-    source += grid.ds_floats() + (low + strip) * stride + ((block % blocks_of_strip) * per_block + within) * 4;
-  }
-  const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
-  const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
-  begin_after_previous_kernel();
-  if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
-  const int64_t pitch = is_ds ? projections.pitch : rank;
-  float sum[4] = {};
-  // By cp.async, because ptxas adds the first shares before it loads the last ones, and waits for memory each time.
-  extern __shared__ float4 staged[];  // [kSharesAtOnce, kSumThreads]
-  const auto mine = reinterpret_cast<const float4*>(source);
-  for (int done = 0; done < static_cast<int>(shares); done += kSharesAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kSharesAtOnce; ++i) {
-      const bool exists = done + i < static_cast<int>(shares);
-      copy_async(shared_address(staged + i * kSumThreads + threadIdx.x), mine + (exists ? done + i : 0) * (stride / 4),
-                 exists);
-    }
-    wait_for_all_copies();
-#pragma unroll
-    for (int i = 0; i < kSharesAtOnce; ++i) {
-      const float4 four = staged[i * kSumThreads + threadIdx.x];
-      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half >= rows) return;
-    const float one = sum[2 * half] * params.scaling, two = sum[2 * half + 1] * params.scaling;
-    const int64_t at = (row + 8 * half) * pitch + first + col;
-    const bool both = col + 1 < rank;
-    if (is_ds) {
-      store_two<T>(params.ds, at, one, two, both);
-    } else if (params.b_dtype == FloatType::kFloat32) {
-      store_two<float>(params.dB, at, one, two, both);
-    } else if (params.b_dtype == FloatType::kBFloat16) {
-      store_two<__nv_bfloat16>(params.dB, at, one, two, both);
-    } else {
-      store_two<__half>(params.dB, at, one, two, both);
-    }
-  }
 }
 
 // At rank 128 too few registers are left for warps of their own that make dy8.
@@ -330,13 +270,7 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
     default:
       launch_fused<T, 128>(params, grid, stream);
   }
-  const int64_t sums_of = grid.panels * Grid::kPanelRows * params.projections.count +
-                          (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
-  if (sums_of == 0) return;  // of no rows, and without dB: a grid of no blocks cannot be launched
-  const int64_t threads = sums_of * grid.padded_rank / 4;
-  const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
-  launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, kSharesAtOnce * kSumThreads * sizeof(float4), stream, true,
-                params, grid);
+  launch_sum_shares<T>(params, grid, stream);
 }
 
 }  // namespace
@@ -345,7 +279,7 @@ void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int de
   if (params.cols == 0 || (params.scale_inv == nullptr && params.rank == 0)) return;
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (params.scale_inv != nullptr && !params.in_blocks) {
+  if (params.rank == 0 && params.scale_inv != nullptr && !params.in_blocks) {
     launch_amax_if_unset(params.scale, params.dy, params.rows * params.cols, params.dtype, stream, -1);
   }
   if (params.dtype == FloatType::kBFloat16) {

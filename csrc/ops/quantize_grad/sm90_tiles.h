@@ -84,7 +84,8 @@ struct Tiling {
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
   static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;     // first the full ones, then the empty ones
   static constexpr int kOffsetDrawn = kOffsetBarriers + 2 * kStages * 8;  // how many units of the mask were taken
-  static constexpr int kBytes = kOffsetDrawn + 4;
+  static constexpr int kOffsetMost = kOffsetDrawn + 4;                    // the largest magnitude of the block's dy
+  static constexpr int kBytes = kOffsetMost + 4;
   static_assert(kBytes <= 227 * 1024);
 };
 
