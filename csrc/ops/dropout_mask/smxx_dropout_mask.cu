@@ -59,7 +59,7 @@ unsigned blocks_for(int64_t wanted) {
 void launch_dropped_bits(const DroppedBitsParams& params, void* stream, int device) {
   if (params.rows == 0 || params.cols == 0) return;
   const DeviceGuard guard(device);
-  const unsigned blocks = blocks_for((params.rows + kRowsOfUnit - 1) / kRowsOfUnit);
+  const unsigned blocks = blocks_for((params.rows + kMostRowsOfUnit - 1) / kMostRowsOfUnit);
   dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params.dropout, params.dropped,
                                                                                   params.rows, params.cols);
   LORAKERNELS_CHECK_LAUNCH("dropped_bits");

@@ -56,8 +56,8 @@ struct QuantizeGradProjections {
     }
   }
 
-  LORAKERNELS_HD int64_t begin(int i) const { return i == 0 ? 0 : end[i - 1]; }
-  LORAKERNELS_HD int of(int64_t col) const {
+  LORAKERNELS_HD int begin(int i) const { return i == 0 ? 0 : end[i - 1]; }
+  LORAKERNELS_HD int of(int col) const {
     int i = 0;
     for (int each = 0; each < kMost - 1; ++each) i += col >= end[each];
     return i;
@@ -116,6 +116,7 @@ struct QuantizeGradGrid {
               // idle or hold columns of two projections.
   int strip_cols;
   int64_t rows, cols, strips, panels, blocks;
+  int64_t ds_floats;  // of the partial ds
 
   QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank, const QuantizeGradProjections& projections,
                    int64_t multiprocessors)
@@ -129,6 +130,7 @@ struct QuantizeGradGrid {
     }
     strip_cols = steps * kTileCols;
     strips = (cols + strip_cols - 1) / strip_cols;
+    ds_floats = strips * panels * kPanelRows * padded_rank;
     // each block may leave an amax
     blocks = std::clamp<int64_t>(strips * panels, 1, std::min<int64_t>(multiprocessors, ScaleSource::kPartials));
   }
@@ -142,9 +144,8 @@ struct QuantizeGradGrid {
   // tile's columns]. The sums of 128 rows or columns are two blocks of [64, padded rank], one for each warpgroup. A
   // block is stored as the threads hold it (device/ptx/wgmma.h), four numbers of a thread at a time: [padded rank / 8,
   // 128, 4].
-  LORAKERNELS_HD int64_t ds_floats() const { return strips * panels * kPanelRows * padded_rank; }
   LORAKERNELS_HD int64_t segment_floats() const { return static_cast<int64_t>(strip_cols) * padded_rank; }
-  int64_t floats(bool has_dB) const { return ds_floats() + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
+  int64_t floats(bool has_dB) const { return ds_floats + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
 };
 
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.

@@ -9,10 +9,10 @@
 namespace lorakernels {
 namespace {
 
-// Stores a warpgroup's [64, kRank] sums in the order in which its threads hold them.
+// Stores the [128, kRank] sums of both warpgroups in the order in which their threads hold them.
 template <int kSums>
 __device__ void store_sums(float* target, const float (&sum)[kSums]) {
-  const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x % 128;
+  const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x / 128 * (kSums / 4 * 128) + threadIdx.x % 128;
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
     __stcg(mine + j * 128, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
@@ -46,8 +46,8 @@ __device__ __forceinline__ void leave_amax_and_scale(const QuantizeGradParams& p
 // The warpgroups that make dy8 and do not multiply. At rank 0 the first thread brings the tiles, too.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, uint8_t* shared, RingOf<Tile> ring) {
-  Producer<Tile> producer(Cursor(grid), ring);
+                                               const Cursor& begin, uint8_t* shared, RingOf<Tile> ring) {
+  Producer<Tile> producer(begin, ring);
   if constexpr (kRank == 0) {
     for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
   } else if (params.scale_inv == nullptr) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
   Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_of_tiles<kRank>(params),
                                                                threadIdx.x - Role::kFirstQuantizer);
   quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
-    for (Cursor now(grid); now.left > 0; now.advance()) {
+    for (Cursor now = begin; now.left > 0; now.advance()) {
 #pragma unroll 1
       for (int i = 0; i < Tile::kSteps; ++i, ring.advance()) {
         const int row = now.panel * kPanelRows + i % Tile::kStagesOfStep * Tile::kRows;
@@ -111,13 +111,13 @@ __device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&su
 // The warpgroups that multiply. Their first thread brings the tiles. Nobody else makes dy8 unless the roles say so.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, uint8_t* shared, RingOf<Tile> ring) {
+                                               const Grid& grid, const Cursor& begin, uint8_t* shared,
+                                               RingOf<Tile> ring) {
   using Rows = Factor<kRank>;
   constexpr int kSums = kRank / 2;  // of a thread
-  constexpr int64_t kBlockFloats = kAtom * kRank;
+  constexpr int64_t kTileFloats = int64_t{kTileCols} * kRank;
   const uint32_t base = shared_address(shared);
-  const int group = threadIdx.x / 128;
-  Cursor now(grid), ahead = now;
+  Cursor now = begin, ahead = begin;
   Producer<Tile> producer(now, ring);
   for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
   if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
@@ -165,12 +165,12 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       }
     }
     const int64_t panel = now.strip * grid.panels + now.panel;
-    store_sums(params.workspace + (panel * kGroups + group) * kBlockFloats, sum_ds);
+    store_sums(params.workspace + panel * kTileFloats, sum_ds);
     if (!ends || params.dB == nullptr) continue;
-    float* const segment = params.workspace + grid.ds_floats() + (blockIdx.x + now.strip) * grid.segment_floats();
+    float* const segment = params.workspace + grid.ds_floats + (blockIdx.x + now.strip) * (Tile::kSteps * kTileFloats);
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
-      store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
+      store_sums(segment + step * kTileFloats, sum_dB[step]);
     }
   }
   if (!quantizes) return;
@@ -200,25 +200,28 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
     if constexpr (kDraws) *drawn = 0;
     if (grid.panels > 0) prefetch_map(dy);  // of no rows there is none
   }
-  begin_after_previous_kernel();
+  let_next_kernel_start();
+  const Cursor begin(grid);
+  if (kRank > 0 && threadIdx.x == 32) prefetch_factors<Tile>(params, begin);
   __syncthreads();
-  [[maybe_unused]] const auto draw = [&] {
+  wait_for_previous_kernel();
+  const auto draw = [&] {
     draw_mask<(kRank < 64)>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
   };
   constexpr bool kHelp = kDraws && kRank < 64;  // whoever is done draws; with rank 64 registers would be spilled
   const int thread = threadIdx.x;
   if (kDraws && thread >= Role::kFirstDrawer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (kDraws) draw();
+    if constexpr (kDraws && !kHelp) draw();
   } else if (Role::kApart && thread >= Role::kFirstQuantizer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
-    if constexpr (kHelp) draw();
+    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
   } else if constexpr (kRank > 0) {
     if constexpr (Role::kShifts) take_registers<Role::kWanted>();
-    multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
-    if constexpr (kHelp) draw();
+    multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, begin, shared, ring);
+    if constexpr (Role::kShifts && kHelp) give_registers<Role::kLeft>();
   }
+  if constexpr (kHelp) draw();  // one copy of its code for all
 #endif
 }
 

@@ -34,7 +34,7 @@ struct Shares {
     int in_matrix = block;  // which 64 rows of ds or dB
     count = 0, first = 0;
     if (is_ds) {
-      const int which = block / panel_blocks, strip = static_cast<int>(projections.begin(which)) / grid.strip_cols;
+      const int which = block / panel_blocks, strip = projections.begin(which) / grid.strip_cols;
       in_matrix -= which * panel_blocks, rows = params.rows, first = projections.window[which];
       stride = grid.panels * Grid::kPanelRows * grid.padded_rank;
       count = (projections.end[which] + grid.strip_cols - 1) / grid.strip_cols - strip;
@@ -43,14 +43,13 @@ struct Shares {
       in_matrix -= panel_blocks * projections.count, rows = params.cols;
       const int blocks_of_strip = grid.strip_cols / kAtom, strip = in_matrix / blocks_of_strip;
       int64_t low = 0;
-      const bool adapted =
-          strip < grid.strips && projections.window[projections.of(int64_t{strip} * grid.strip_cols)] >= 0;
+      const bool adapted = strip < grid.strips && projections.window[projections.of(strip * grid.strip_cols)] >= 0;
       if (grid.panels > 0 && adapted) {
         low = grid.block_of(strip * grid.panels);
         count = static_cast<int>(grid.block_of((strip + 1) * grid.panels - 1) - low) + 1;
       }
       stride = grid.segment_floats();
-      source += grid.ds_floats() + (low + strip) * stride + in_matrix % blocks_of_strip * block_floats;
+      source += grid.ds_floats + (low + strip) * stride + in_matrix % blocks_of_strip * block_floats;
     }
     stride /= 4;
     from = reinterpret_cast<const float4*>(source) + eight * kSumThreads + threadIdx.x;

@@ -78,7 +78,8 @@ struct Tiling {
   static constexpr int kColBytes = kRows * 128;  // of a stage: from one 64 columns to the next
   static constexpr int kStepCols = kAtom * kAcross;
   static constexpr int kStepsOfStrip = kStripCols / kStepCols;
-  static constexpr int kStages = kRank <= 16 ? 6 : kRank == 32 ? 5 : kRank == 64 ? 4 : 3;
+  // Strips of one tile are for few tiles a block. Then a block of the next kernel fits beside it.
+  static constexpr int kStages = kSteps == 1 ? 3 : kRank <= 16 ? 6 : kRank == 32 ? 5 : kRank == 64 ? 4 : 3;
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
   static constexpr int kOffsetB = kStages * kStageBytes;
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
@@ -145,7 +146,7 @@ __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base,
   using Rows = Factor<kRank>;
   const uint32_t to = base + Tile::kOffsetS + at.count % 2 * Tile::kFactorBytes;
   const auto& projections = params.projections;
-  const int window = projections.window[projections.of(static_cast<int64_t>(at.strip) * Tile::kStripCols)];
+  const int window = projections.window[projections.of(at.strip * Tile::kStripCols)];
   const bool there = window >= 0 && params.s != nullptr;
   const FactorSource source(there ? static_cast<const T*>(params.s) + window : nullptr, params.rows, params.rank,
                             projections.pitch, params.dtype);
@@ -162,12 +163,27 @@ __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base,
   }
 }
 
+// Asks the L2 cache for the first of both, before the previous kernel has ended. One thread calls it.
+template <typename Tile>
+__device__ void prefetch_factors(const QuantizeGradParams& params, const Cursor& first) {
+  if (first.left == 0) return;
+  const int64_t col = static_cast<int64_t>(first.strip) * Tile::kStripCols;
+  const int64_t row = static_cast<int64_t>(first.panel) * kPanelRows;
+  const int64_t bytes_of_B = params.rank * (params.b_dtype == FloatType::kFloat32 ? 4 : 2);
+  const int64_t bytes_of_s = params.projections.pitch * 2;
+  prefetch_bytes(static_cast<const uint8_t*>(params.B) + col * bytes_of_B,
+                 min(params.cols - col, int64_t{Tile::kStripCols}) * bytes_of_B);
+  if (params.s == nullptr) return;
+  prefetch_bytes(static_cast<const uint8_t*>(params.s) + row * bytes_of_s,
+                 min(params.rows - row, int64_t{kPanelRows}) * bytes_of_s);
+}
+
 template <typename T, int kRank, typename Tile>
 __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base, int strip) {
   using Rows = Factor<kRank>;
   constexpr int kCols = Tile::kStripCols;
   const auto& projections = params.projections;
-  const bool there = projections.window[projections.of(static_cast<int64_t>(strip) * kCols)] >= 0;
+  const bool there = projections.window[projections.of(strip * kCols)] >= 0;
   const FactorSource source(there ? params.B : nullptr, params.cols, params.rank, params.rank, params.b_dtype);
 #pragma unroll 4
   for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kMultiplying) {
