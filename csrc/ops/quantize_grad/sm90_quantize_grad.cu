@@ -49,7 +49,7 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
                                                const Cursor& begin, uint8_t* shared, RingOf<Tile> ring) {
   Producer<Tile> producer(begin, ring);
   if constexpr (kRank == 0) {
-    for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
+    for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, 0);
   } else if (params.scale_inv == nullptr) {
     return;
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
         const int row = now.panel * kPanelRows + i % Tile::kStagesOfStep * Tile::kRows;
         const int col = now.strip * Tile::kStripCols + i / Tile::kStagesOfStep * Tile::kStepCols;
         wait_for(ring.full(), ring.round);
-        if constexpr (kRank == 0) producer.bring(dy);
+        if constexpr (kRank == 0) producer.bring(dy, 0);
         const uint8_t* const tile = shared + ring.stage * kStageBytes;
         quantize.template tile<format.value, wide.value, blocks.value>(params, tile, row, col);
         __syncwarp();
@@ -119,7 +119,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
   const uint32_t base = shared_address(shared);
   Cursor now = begin, ahead = begin;
   Producer<Tile> producer(now, ring);
-  for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
+  for (int stage = 0; stage < kFilledStages<Tile>; ++stage) Role::kApart ? producer.skip() : producer.bring(dy, 0);
   if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
   const bool quantizes = !Role::kApart && params.scale_inv != nullptr;
   Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(quantizes ? scale_of_tiles<kRank>(params) : 1.0f, threadIdx.x);
@@ -130,7 +130,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
     const bool begins = now.count == 0 || now.panel == 0, ends = now.panel == now.panels - 1 || now.left == 1;
     const uint64_t s = Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
     if (begins) {
-      sync_some_threads<kMultiplying>(1);
+      if (now.count > 0) sync_some_threads<kMultiplying>(1);
       load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
     }
     wait_for_all_copies();
@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       }
       multiply_step<T, kRank, Tile>(sum_ds, sum_dB, step, ring, last, B, s, begins);
 #pragma unroll
-      for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy);
+      for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy, 0);
       if (quantizes) {
         const int row = now.panel * kPanelRows, col = now.strip * Tile::kStripCols + step * Tile::kStepCols;
         quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
@@ -179,12 +179,12 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
 }
 
 template <typename T, int kRank, int kSteps, bool kDraws, bool kApart>
-__global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
+__global__ void __launch_bounds__((Roles<kRank, kSteps, kDraws, kApart>::kThreads), 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = Tiling<kRank, kSteps>;
-  using Role = Roles<kRank, kDraws, kApart>;
+  using Role = Roles<kRank, kSteps, kDraws, kApart>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
@@ -205,23 +205,38 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
   if (kRank > 0 && threadIdx.x == 32) prefetch_factors<Tile>(params, begin);
   __syncthreads();
   wait_for_previous_kernel();
-  const auto draw = [&] {
-    draw_mask<(kRank < 64)>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+  // Those that make dy8 draw until their first tile is there. Of wide strips a unit of the mask would take too long.
+  constexpr bool kDrawsFirst = Role::kHelp && kSteps == 1;
+  const auto draw = [&](const auto& goes_on) {
+    draw_mask<Role::kHelp>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn, goes_on);
   };
-  constexpr bool kHelp = kDraws && kRank < 64;  // whoever is done draws; with rank 64 registers would be spilled
   const int thread = threadIdx.x;
+  [[maybe_unused]] bool draws_first = false;
   if (kDraws && thread >= Role::kFirstDrawer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (kDraws && !kHelp) draw();
+    if constexpr (kDraws && !Role::kHelp) draw([] { return true; });
   } else if (Role::kApart && thread >= Role::kFirstQuantizer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
+    if constexpr (kRank > 0) {
+      Producer<Tile> producer(begin, ring);
+      for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, Role::kFirstQuantizer);
+    }
+    draws_first = kDrawsFirst;
+    if constexpr (Role::kApart && !kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
   } else if constexpr (kRank > 0) {
     if constexpr (Role::kShifts) take_registers<Role::kWanted>();
     multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, begin, shared, ring);
-    if constexpr (Role::kShifts && kHelp) give_registers<Role::kLeft>();
+    if constexpr (Role::kShifts && Role::kHelp) give_registers<Role::kLeft>();
   }
-  if constexpr (kHelp) draw();  // one copy of its code for all
+  if constexpr (Role::kHelp) {  // one copy of the code for all
+#pragma unroll 1
+    while (true) {
+      draw([&] { return !draws_first || !has_ended(ring.full(), 0); });
+      if (!draws_first) break;
+      draws_first = false;
+      if constexpr (kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
+    }
+  }
 #endif
 }
 
@@ -230,7 +245,7 @@ template <typename T, int kRank, int kSteps, bool kDraws, bool kApart = (kRank <
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   using Tile = Tiling<kRank, kSteps>;
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws, kApart>;
-  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kDraws, kApart>::kThreads;
+  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kSteps, kDraws, kApart>::kThreads;
   const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, Tile::kRows);  // swizzled as DyRows
   launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOfBlock, kBytes, stream, true, dy, params, grid);
 }

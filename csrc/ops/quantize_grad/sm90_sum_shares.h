@@ -113,8 +113,9 @@ template <typename T>
 __global__ void __launch_bounds__(kSumThreads)
     sum_shares_kernel(const __grid_constant__ QuantizeGradParams params, const __grid_constant__ Grid grid) {
   extern __shared__ float4 staged[];
+  let_next_kernel_start();
   const Shares shares(params, grid);
-  begin_after_previous_kernel();
+  wait_for_previous_kernel();
   // is asked for here and used at the end, so that nobody waits for it
   const bool one_scale = params.scale_inv != nullptr && !params.in_blocks;
   const float kept = !one_scale ? 1.0f : params.scale.kept == nullptr ? 0.0f : *params.scale.kept;

@@ -22,8 +22,8 @@ constexpr int kMultiplying = 128 * kGroups;  // threads
 
 // What a block's warpgroups do. The first two multiply, the next ones make dy8, and the last ones draw the mask, so
 // that each waits for what it needs alone. At rank 0 nobody multiplies. Unless `kMakesApart`, those that multiply make
-// dy8 as well.
-template <int kRank, bool kDraws, bool kMakesApart>
+// dy8 as well. In strips of one tile nobody needs more registers than others.
+template <int kRank, int kSteps, bool kDraws, bool kMakesApart>
 struct Roles {
   static constexpr bool kApart = kMakesApart;
   static constexpr int kMultipliers = kRank > 0 ? kGroups : 0;
@@ -35,12 +35,14 @@ struct Roles {
 
   // Registers of a thread: at launch, then of those that multiply, and of the others.
   static constexpr int kAtLaunch = registers_of_warpgroups<kCount>() / kCount;
-  static constexpr int kWanted = kRank == 64 ? (kApart ? 200 : 216) : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr int kOfWideStrips = kRank == 64 ? (kApart ? 200 : 216) : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr int kWanted = kSteps == 1 ? kAtLaunch : kOfWideStrips;
   static constexpr bool kShifts = kWanted > kAtLaunch;
   static constexpr int kLeft =
       kShifts ? (kCount * kAtLaunch - kMultipliers * kWanted) / (kCount - kMultipliers) / 8 * 8 : kAtLaunch;
   static_assert(kMultipliers * kWanted + (kCount - kMultipliers) * kLeft <= kCount * kAtLaunch,
                 "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
+  static constexpr bool kHelp = kDraws && kLeft > 64;  // whoever is done draws; 56 registers would be too few
 };
 
 constexpr int kAtom = 64;  // rows and columns of a matrix of 128-byte rows
@@ -111,7 +113,7 @@ struct Cursor {
   }
 };
 
-// Thread 0 starts the copies of dy's tiles, as far ahead of their use as the ring has stages.
+// One thread starts the copies of dy's tiles, as far ahead of their use as the ring has stages.
 template <typename Tile>
 struct Producer {
   Cursor at;
@@ -120,10 +122,20 @@ struct Producer {
 
   __device__ Producer(const Cursor& first, const RingOf<Tile>& ring) : at(first), ring(ring) {}
 
-  // Waits until all warps have used the tile that the stage holds.
-  __device__ void bring(const CUtensorMap& dy) {
+  // Leaves out a tile that another thread brings.
+  __device__ void skip() {
     if (at.left == 0) return;
-    if (threadIdx.x == 0) {
+    ring.advance();
+    row += Tile::kRows;
+    if (row == kPanelRows) row = 0, col += Tile::kStepCols;
+    if (col == Tile::kStripCols) col = 0, at.advance();
+  }
+
+  // Waits until all warps have used the tile that the stage holds. Whole warps call it, with that of the thread
+  // `leader`.
+  __device__ void bring(const CUtensorMap& dy, uint32_t leader) {
+    if (at.left == 0) return;
+    if (threadIdx.x == leader) {
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), kStageBytes);
       const uint64_t policy = evict_first_policy();
@@ -134,12 +146,13 @@ struct Producer {
       }
     }
     __syncwarp();
-    ring.advance();
-    row += Tile::kRows;
-    if (row == kPanelRows) row = 0, col += Tile::kStepCols;
-    if (col == Tile::kStripCols) col = 0, at.advance();
+    skip();
   }
 };
+
+// How many stages are filled at once, by the first thread that quantizes where those do not multiply.
+template <typename Tile>
+constexpr int kFilledStages = Tile::kStages - Tile::kStagesOfStep;
 
 template <typename T, int kRank, typename Tile>
 __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base, const Cursor& at) {
@@ -185,11 +198,44 @@ __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base,
   const auto& projections = params.projections;
   const bool there = projections.window[projections.of(strip * kCols)] >= 0;
   const FactorSource source(there ? params.B : nullptr, params.cols, params.rank, params.rank, params.b_dtype);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kMultiplying) {
-    const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-    const uint4 rounded = source.rounded<T>(static_cast<int64_t>(strip) * kCols + row, chunk);
-    store_shared(base + Tile::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
+  const int64_t first_row = static_cast<int64_t>(strip) * kCols;
+  const auto address = [&](int i) {
+    return base + Tile::kOffsetB + Rows::offset(i / Rows::kChunks, i % Rows::kChunks, kCols);
+  };
+  constexpr int kCount = kCols * Rows::kChunks / kMultiplying;
+  if (!source.in_chunks || source.dtype != FloatType::kFloat32) {
+    const bool as_it_is = source.in_chunks && source.dtype == params.dtype;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kCount * kMultiplying; i += kMultiplying) {
+      const int64_t row = first_row + i / Rows::kChunks;
+      const int chunk = i % Rows::kChunks;
+      if (as_it_is) {
+        copy_async(address(i), source.chunk_at(row, chunk), source.has(row, chunk));
+      } else {
+        store_shared(address(i), source.rounded<T>(row, chunk));
+      }
+    }
+    return;
+  }
+  constexpr int kAtOnce = kCount < 4 ? kCount : kRank == 32 ? 2 : 4;  // as registers allow
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kCount * kMultiplying; i += kAtOnce * kMultiplying) {
+    float4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int64_t row = first_row + (i + j * kMultiplying) / Rows::kChunks;
+      const int chunk = (i + j * kMultiplying) % Rows::kChunks;
+      low[j] = high[j] = float4{};
+      if (!source.has(row, chunk)) continue;
+      const auto from = static_cast<const float4*>(source.chunk_at(row, chunk));
+      low[j] = from[0], high[j] = from[1];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float4 &a = low[j], &b = high[j];
+      store_shared(address(i + j * kMultiplying),
+                   make_uint4(packed<T>(a.x, a.y), packed<T>(a.z, a.w), packed<T>(b.x, b.y), packed<T>(b.z, b.w)));
+    }
   }
 }
 
