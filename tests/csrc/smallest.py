@@ -157,12 +157,15 @@ def groups() -> Iterator[Call]:
 def strips() -> Iterator[Call]:
     """Strips of one tile, and of four, of which the last hangs over; those need a panel for each multiprocessor.
 
-    Rows of dy8 begin at multiples of 8 bytes, and of 16, which blocks with scales need.
+    Rows of dy8 begin at multiples of 8 bytes, and of 16, which blocks with scales need. Without a scale the second
+    kernel makes dy8.
     """
     sizes = (205, 392), (128 * multiprocessors_of(0) - 5, 392), (128 * multiprocessors_of(0), 400)
     for rank, (rows, cols) in itertools.product((*RANKS, 32), sizes):
         make = partial(grad_of, cols, rank)
         yield Call(f"{rows} × {cols}, r{rank}", ops.quantize_grad, make, rows)
+        unset = partial(make, kind="unset")
+        yield Call(f"{rows} × {cols}, r{rank}, no scale", ops.quantize_grad, unset, rows)
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
             yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.device import extension
+from lorakernels.numerics.fp8 import quantize
 from lorakernels.ops.quantize_grad import by_csrc, by_torch, why_not_csrc_kernel
 from lorakernels.values import Scaling, SideBySide, Up
 from tests.ops.cases.quantize_grad import SCALING, made, side_of, windows
@@ -52,6 +53,29 @@ def test_side_by_side_equals_one_after_the_other(rows: int) -> None:
             bound += 2 * weight * torch.finfo(FP32).eps * (terms**0.5 + 4)
             assert bool(((found.double() - other.double()).abs() <= bound).all())
     assert torch.equal(scaling.state, alone.state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rank", [0, 16, 64, 128])
+@pytest.mark.parametrize("n", [1032, 4096])
+def test_a_captured_scale_may_be_set_later(n: int, rank: int) -> None:
+    """The launches are the same. Without a scale dy8 is made after the amax, and ds and dB have the same bits."""
+    arguments = made(n, rank, Made("cuda", 300), kind="unset")
+    dy, _, (state, column, _), fp8, *_ = arguments
+    run(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dy8, scale_inv, ds, dB = run(*arguments)
+    known = []
+    for scale in (0.0, 96.0, torch.nan, -1.0, 0.5):
+        state[-1, column], state[0, column] = scale, 0.25
+        expected = state.clone()
+        graph.replay()
+        known.append((ds.clone(), dB.clone()))
+        bytes_, inverse = quantize(dy, Scaling(expected, column, True), fp8)
+        assert torch.equal(dy8, bytes_) and torch.equal(scale_inv, inverse), scale
+        assert torch.equal(state.nan_to_num(-2.0), expected.nan_to_num(-2.0))
+    assert all(all(map(torch.equal, each, known[0])) for each in known)
 
 
 @pytest.mark.gpu

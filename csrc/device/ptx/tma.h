@@ -19,6 +19,14 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Asks the L2 cache for all 16-byte pieces that lie within `bytes` bytes. What others write meanwhile is what it has.
+__device__ __forceinline__ void prefetch_bytes(const void* data, int64_t bytes) {
+  const uint64_t first = reinterpret_cast<uint64_t>(data), begin = (first + 15) & ~uint64_t{15};
+  const int64_t whole = static_cast<int64_t>((first + bytes - begin) & ~uint64_t{15});
+  if (whole <= 0) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin), "r"(static_cast<uint32_t>(whole)) : "memory");
+}
+
 // Starts to copy a box of the matrix that `map` describes to shared memory, with zeros outside of the matrix. `barrier`
 // counts its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map, int col, int row, uint32_t barrier,

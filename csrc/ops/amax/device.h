@@ -16,14 +16,24 @@ __device__ __forceinline__ uint32_t warp_max_magnitude(uint32_t most) {
   return __reduce_max_sync(0xFFFFFFFFu, max(most & 0xFFFFu, most >> 16));
 }
 
+// The state's scale, or 0 if there is none.
+__device__ __forceinline__ float kept_scale(const ScaleSource& source) {
+  const float kept = source.kept == nullptr ? 0.0f : *source.kept;
+  return kept > 0.0f ? kept : 0.0f;
+}
+
+// The scale that the first `count` partial amaxes give. Whole warps call it.
+__device__ __forceinline__ float scale_of_partials(const ScaleSource& source, int count) {
+  uint32_t amax = 0;
+  for (int i = threadIdx.x % 32; i < count; i += 32) amax = max(amax, __ldcg(source.partials + i));
+  return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);
+}
+
 // The scale for this launch. Every thread of a block calls it, in whole warps, in the kernel after
 // amax_if_unset_kernel.
 __device__ __forceinline__ float scale_to_use(const ScaleSource& source) {
-  const float kept = source.kept == nullptr ? 0.0f : *source.kept;
-  if (kept > 0.0f) return kept;
-  uint32_t amax = 0;
-  for (int i = threadIdx.x % 32; i < ScaleSource::kPartials; i += 32) amax = max(amax, __ldcg(source.partials + i));
-  return scale_of_amax(__uint_as_float(__reduce_max_sync(0xFFFFFFFFu, amax)), source.fp8_max);
+  const float kept = kept_scale(source);
+  return kept > 0.0f ? kept : scale_of_partials(source, ScaleSource::kPartials);
 }
 
 // n / x, rounded once, for an x from 2^-60 to 2^100 and a quotient as moderate. The steps are those that nvcc compiles

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The FP8 scale of a 16-bit tensor, which is known only on the device. It is the state's scale. If there is none yet,
-// and in eval, the tensor's own amax gives it. amax_if_unset_kernel runs before the quantizing kernel. It takes the
-// amax if it is needed and returns at once if not. The quantizing kernel calls scale_to_use().
+// and in eval, the tensor's own amax gives it. A kernel that reads the tensor anyway leaves amaxes of its parts, and
+// the one after it quantizes with scale_of_partials(). Where none does, amax_if_unset_kernel runs before the quantizing
+// kernel. It takes the amax if it is needed and returns at once if not. The quantizing kernel calls scale_to_use().
 //
 // An amax is the largest bit pattern of the magnitudes, compared as unsigned integers: inf is above every number, and
 // NaN is above inf.
@@ -20,8 +21,9 @@ struct ScaleSource {
   uint32_t* partials;  // [kPartials] scratch: the bits of fp32 amaxes of parts of the tensor, written only if needed
   float fp8_max;
 
-  // How many blocks take the amax, and write one number each: two for each of the 132 multiprocessors of an H100 or
-  // H200. It is the same on every GPU, because the quantizing kernels are compiled with it.
+  // How many blocks of amax_if_unset_kernel write one number each: two for each of the 132 multiprocessors of an H100
+  // or H200. It is the same on every GPU, because the quantizing kernels are compiled with it. Other kernels write at
+  // most as many.
   static constexpr int kPartials = 264;
 };
 

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   __shared__ uint32_t drawn;
   if (threadIdx.x == 0) drawn = 0;
   __syncthreads();
-  draw_mask(dropout, dropped, rows, cols, &drawn);
+  draw_mask(dropout, dropped, rows, cols, &drawn, [] { return true; });
 }
 
 unsigned blocks_for(int64_t wanted) {
@@ -59,7 +59,7 @@ unsigned blocks_for(int64_t wanted) {
 void launch_dropped_bits(const DroppedBitsParams& params, void* stream, int device) {
   if (params.rows == 0 || params.cols == 0) return;
   const DeviceGuard guard(device);
-  const unsigned blocks = blocks_for((params.rows + kRowsOfUnit - 1) / kRowsOfUnit);
+  const unsigned blocks = blocks_for((params.rows + kMostRowsOfUnit - 1) / kMostRowsOfUnit);
   dropped_bits_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params.dropout, params.dropped,
                                                                                   params.rows, params.cols);
   LORAKERNELS_CHECK_LAUNCH("dropped_bits");

@@ -6,9 +6,10 @@
 // side. Their B stand one below the other then, and their columns of s and ds, their windows, side by side:
 //   ds[:, window i] = scaling · dy[:, cols i] B[cols i]   dB[cols i] = scaling · dy[:, cols i]ᵀ s[:, window i]
 // Products run on the tensor cores with fp32 accumulation. Each block writes its sums to a workspace. A second kernel
-// adds the blocks' sums in an order that depends on QuantizeGradGrid alone, scales and rounds once. The time goes into
-// memory traffic, so a dropout mask can be drawn at the same time, for lora_grad_a and fp8_grad_input to read. For
-// sm_90a.
+// adds the blocks' sums in an order that depends on QuantizeGradGrid alone, scales and rounds once. If dy8 has no scale
+// yet, the blocks leave their amaxes, and the second kernel reads dy again and makes dy8. Without an adapter there is
+// no second kernel, and amax_if_unset_kernel runs first. The time goes into memory traffic, so a dropout mask can be
+// drawn at the same time, for lora_grad_a and fp8_grad_input to read. For sm_90a.
 #pragma once
 
 #include <algorithm>
@@ -55,8 +56,8 @@ struct QuantizeGradProjections {
     }
   }
 
-  LORAKERNELS_HD int64_t begin(int i) const { return i == 0 ? 0 : end[i - 1]; }
-  LORAKERNELS_HD int of(int64_t col) const {
+  LORAKERNELS_HD int begin(int i) const { return i == 0 ? 0 : end[i - 1]; }
+  LORAKERNELS_HD int of(int col) const {
     int i = 0;
     for (int each = 0; each < kMost - 1; ++each) i += col >= end[each];
     return i;
@@ -73,7 +74,8 @@ struct QuantizeGradParams {
   const void* dy;     // [rows, cols], row-major without gaps, 16-byte aligned
   const void* B;      // [cols, rank] of b_dtype; null with rank 0
   const void* s;      // [rows, pitch] of dy's dtype; null without dB
-  ScaleSource scale;  // of dy8; used with scale_inv only, and of it fp8_max alone in_blocks
+  ScaleSource scale;  // of dy8; used with scale_inv only, and of it fp8_max alone in_blocks. With an adapter each block
+                      // of quantize_grad_kernel has one of the partials.
   int64_t rows;       // elements, below 2^31 - 128
   int64_t cols;       // elements, a multiple of 8, below 2^31 - 512
   int64_t rank;       // 0 to 128, of every adapter
@@ -114,6 +116,7 @@ struct QuantizeGradGrid {
               // idle or hold columns of two projections.
   int strip_cols;
   int64_t rows, cols, strips, panels, blocks;
+  int64_t ds_floats;  // of the partial ds
 
   QuantizeGradGrid(int64_t rows, int64_t cols, int64_t rank, const QuantizeGradProjections& projections,
                    int64_t multiprocessors)
@@ -127,7 +130,9 @@ struct QuantizeGradGrid {
     }
     strip_cols = steps * kTileCols;
     strips = (cols + strip_cols - 1) / strip_cols;
-    blocks = std::max<int64_t>(1, std::min(strips * panels, multiprocessors));
+    ds_floats = strips * panels * kPanelRows * padded_rank;
+    // each block may leave an amax
+    blocks = std::clamp<int64_t>(strips * panels, 1, std::min<int64_t>(multiprocessors, ScaleSource::kPartials));
   }
 
   static constexpr LORAKERNELS_HD int most_steps(int padded_rank) { return padded_rank <= 64 ? 4 : 2; }
@@ -139,9 +144,8 @@ struct QuantizeGradGrid {
   // tile's columns]. The sums of 128 rows or columns are two blocks of [64, padded rank], one for each warpgroup. A
   // block is stored as the threads hold it (device/ptx/wgmma.h), four numbers of a thread at a time: [padded rank / 8,
   // 128, 4].
-  LORAKERNELS_HD int64_t ds_floats() const { return strips * panels * kPanelRows * padded_rank; }
   LORAKERNELS_HD int64_t segment_floats() const { return static_cast<int64_t>(strip_cols) * padded_rank; }
-  int64_t floats(bool has_dB) const { return ds_floats() + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
+  int64_t floats(bool has_dB) const { return ds_floats + (has_dB ? (blocks + strips - 1) * segment_floats() : 0); }
 };
 
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t.

@@ -1,51 +1,69 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/draw_mask.h"
 #include "device/overlap.h"
-#include "device/ptx/cp_async.h"
 #include "host/launch.h"
 #include "host/tensor_map.h"
 #include "ops/quantize_grad/sm90_quantizer.h"
+#include "ops/quantize_grad/sm90_sum_shares.h"
 
 namespace lorakernels {
 namespace {
 
-constexpr int kSumThreads = 256, kSharesAtOnce = 16;
-
-// Stores a warpgroup's [64, kRank] sums in the order in which its threads hold them.
+// Stores the [128, kRank] sums of both warpgroups in the order in which their threads hold them.
 template <int kSums>
 __device__ void store_sums(float* target, const float (&sum)[kSums]) {
-  const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x % 128;
+  const auto mine = reinterpret_cast<float4*>(target) + threadIdx.x / 128 * (kSums / 4 * 128) + threadIdx.x % 128;
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
     __stcg(mine + j * 128, make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
   }
 }
 
+// The scale of dy8. It is 0 if it has to come from the amaxes of all blocks, of which sum_shares_kernel makes it.
+template <int kRank>
+__device__ __forceinline__ float scale_of_tiles(const QuantizeGradParams& params) {
+  if (params.in_blocks) return 1.0f;
+  return kRank == 0 ? scale_to_use(params.scale) : kept_scale(params.scale);
+}
+
+// Writes what dy's elements give together. The threads from kFirst on, kThreads of them, have quantized.
+template <typename T, int kFirst, int kThreads>
+__device__ __forceinline__ void leave_amax_and_scale(const QuantizeGradParams& params, float scale, uint32_t most,
+                                                     uint32_t* most_of_block) {
+  const bool leads = threadIdx.x == kFirst;
+  most = warp_max_magnitude(most);
+  if (params.amax != nullptr) raise_amax<T>(params.amax, most);
+  if (params.in_blocks) return;
+  if (scale > 0.0f) {
+    if (blockIdx.x == 0 && leads) *params.scale_inv = __frcp_rn(scale);
+    return;
+  }
+  if (threadIdx.x % 32 == 0) atomicMax(most_of_block, most);
+  sync_some_threads<kThreads>(2);
+  if (leads) params.scale.partials[blockIdx.x] = __float_as_uint(unpacked<T>(*most_of_block).x);
+}
+
 // The warpgroups that make dy8 and do not multiply. At rank 0 the first thread brings the tiles, too.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
-  Producer<Tile> producer(Cursor(grid), ring);
+                                               const Cursor& begin, uint8_t* shared, RingOf<Tile> ring) {
+  Producer<Tile> producer(begin, ring);
   if constexpr (kRank == 0) {
-    for (int stage = 0; stage < Tile::kStages - 1; ++stage) producer.bring(dy);
+    for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, 0);
   } else if (params.scale_inv == nullptr) {
     return;
   }
   constexpr int kAtOnce = Role::kLeft < 64 ? 2 : 4;  // as registers allow
-  const bool one_scale = !params.in_blocks;
-  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(one_scale ? scale_to_use(params.scale) : 1.0f,
+  Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_of_tiles<kRank>(params),
                                                                threadIdx.x - Role::kFirstQuantizer);
-  if (one_scale && blockIdx.x == 0 && threadIdx.x == Role::kFirstQuantizer) {
-    *params.scale_inv = __frcp_rn(quantize.scale);
-  }
   quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
-    for (Cursor now(grid); now.left > 0; now.advance()) {
+    for (Cursor now = begin; now.left > 0; now.advance()) {
 #pragma unroll 1
       for (int i = 0; i < Tile::kSteps; ++i, ring.advance()) {
         const int row = now.panel * kPanelRows + i % Tile::kStagesOfStep * Tile::kRows;
         const int col = now.strip * Tile::kStripCols + i / Tile::kStagesOfStep * Tile::kStepCols;
         wait_for(ring.full(), ring.round);
-        if constexpr (kRank == 0) producer.bring(dy);
+        if constexpr (kRank == 0) producer.bring(dy, 0);
         const uint8_t* const tile = shared + ring.stage * kStageBytes;
         quantize.template tile<format.value, wide.value, blocks.value>(params, tile, row, col);
         __syncwarp();
@@ -53,7 +71,8 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
       }
     }
   });
-  if (params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+  leave_amax_and_scale<T, Role::kFirstQuantizer, 128 * Role::kQuantizers>(
+      params, quantize.scale, quantize.most, reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost));
 }
 
 // The products of a step in its stages, `first` and `second`, which is `first` where a step has one. `from_zero`: dB of
@@ -92,20 +111,18 @@ __device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&su
 // The warpgroups that multiply. Their first thread brings the tiles. Nobody else makes dy8 unless the roles say so.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
-                                               const Grid& grid, const uint8_t* shared, RingOf<Tile> ring) {
+                                               const Grid& grid, const Cursor& begin, uint8_t* shared,
+                                               RingOf<Tile> ring) {
   using Rows = Factor<kRank>;
   constexpr int kSums = kRank / 2;  // of a thread
-  constexpr int64_t kBlockFloats = kAtom * kRank;
+  constexpr int64_t kTileFloats = int64_t{kTileCols} * kRank;
   const uint32_t base = shared_address(shared);
-  const int group = threadIdx.x / 128;
-  Cursor now(grid), ahead = now;
+  Cursor now = begin, ahead = begin;
   Producer<Tile> producer(now, ring);
-  for (int stage = 0; stage < Tile::kStages - Tile::kStagesOfStep; ++stage) producer.bring(dy);
+  for (int stage = 0; stage < kFilledStages<Tile>; ++stage) Role::kApart ? producer.skip() : producer.bring(dy, 0);
   if (ahead.left > 0) load_panel_of_s<T, kRank, Tile>(params, base, ahead);
   const bool quantizes = !Role::kApart && params.scale_inv != nullptr;
-  const bool one_scale = quantizes && !params.in_blocks;
-  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(one_scale ? scale_to_use(params.scale) : 1.0f, threadIdx.x);
-  if (one_scale && blockIdx.x == 0 && threadIdx.x == 0) *params.scale_inv = __frcp_rn(quantize.scale);
+  Quantizer<T, Tile, Role::kQuantizingWarps, 2> quantize(quantizes ? scale_of_tiles<kRank>(params) : 1.0f, threadIdx.x);
 
   const uint64_t B = Rows::descriptor(base + Tile::kOffsetB, Tile::kStripCols);
   float sum_dB[Tile::kSteps][kSums] = {};
@@ -113,7 +130,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
     const bool begins = now.count == 0 || now.panel == 0, ends = now.panel == now.panels - 1 || now.left == 1;
     const uint64_t s = Rows::descriptor(base + Tile::kOffsetS + now.count % 2 * Tile::kFactorBytes, kPanelRows);
     if (begins) {
-      sync_some_threads<kMultiplying>(1);
+      if (now.count > 0) sync_some_threads<kMultiplying>(1);
       load_strip_of_B<T, kRank, Tile>(params, base, now.strip);
     }
     wait_for_all_copies();
@@ -132,7 +149,7 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       }
       multiply_step<T, kRank, Tile>(sum_ds, sum_dB, step, ring, last, B, s, begins);
 #pragma unroll
-      for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy);
+      for (int i = 0; i < Tile::kStagesOfStep; ++i) producer.bring(dy, 0);
       if (quantizes) {
         const int row = now.panel * kPanelRows, col = now.strip * Tile::kStripCols + step * Tile::kStepCols;
         quantize.in_form(params, [&](auto format, auto wide, auto blocks) {
@@ -148,24 +165,26 @@ __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const Quan
       }
     }
     const int64_t panel = now.strip * grid.panels + now.panel;
-    store_sums(params.workspace + (panel * kGroups + group) * kBlockFloats, sum_ds);
+    store_sums(params.workspace + panel * kTileFloats, sum_ds);
     if (!ends || params.dB == nullptr) continue;
-    float* const segment = params.workspace + grid.ds_floats() + (blockIdx.x + now.strip) * grid.segment_floats();
+    float* const segment = params.workspace + grid.ds_floats + (blockIdx.x + now.strip) * (Tile::kSteps * kTileFloats);
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
-      store_sums(segment + (step * kGroups + group) * kBlockFloats, sum_dB[step]);
+      store_sums(segment + step * kTileFloats, sum_dB[step]);
     }
   }
-  if (quantizes && params.amax != nullptr) raise_amax<T>(params.amax, quantize.most);
+  if (!quantizes) return;
+  leave_amax_and_scale<T, 0, kMultiplying>(params, quantize.scale, quantize.most,
+                                           reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost));
 }
 
 template <typename T, int kRank, int kSteps, bool kDraws, bool kApart>
-__global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
+__global__ void __launch_bounds__((Roles<kRank, kSteps, kDraws, kApart>::kThreads), 1)
     quantize_grad_kernel(const __grid_constant__ CUtensorMap dy, const __grid_constant__ QuantizeGradParams params,
                          const __grid_constant__ Grid grid) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = Tiling<kRank, kSteps>;
-  using Role = Roles<kRank, kDraws, kApart>;
+  using Role = Roles<kRank, kSteps, kDraws, kApart>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t base = shared_address(shared);
   [[maybe_unused]] const auto drawn = reinterpret_cast<uint32_t*>(shared + Tile::kOffsetDrawn);
@@ -177,109 +196,48 @@ __global__ void __launch_bounds__((Roles<kRank, kDraws, kApart>::kThreads), 1)
       init_barrier(each.empty(), 4 * Role::kMultipliers + quantizers);
     }
     fence_barrier_init();
+    *reinterpret_cast<uint32_t*>(shared + Tile::kOffsetMost) = 0;
     if constexpr (kDraws) *drawn = 0;
     if (grid.panels > 0) prefetch_map(dy);  // of no rows there is none
   }
-  begin_after_previous_kernel();
+  let_next_kernel_start();
+  const Cursor begin(grid);
+  if (kRank > 0 && threadIdx.x == 32) prefetch_factors<Tile>(params, begin);
   __syncthreads();
-  [[maybe_unused]] const auto draw = [&] {
-    draw_mask<(kRank < 64)>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
+  wait_for_previous_kernel();
+  // Those that make dy8 draw until their first tile is there. Of wide strips a unit of the mask would take too long.
+  constexpr bool kDrawsFirst = Role::kHelp && kSteps == 1;
+  const auto draw = [&](const auto& goes_on) {
+    draw_mask<Role::kHelp>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn, goes_on);
   };
-  constexpr bool kHelp = kDraws && kRank < 64;  // whoever is done draws; with rank 64 registers would be spilled
   const int thread = threadIdx.x;
+  [[maybe_unused]] bool draws_first = false;
   if (kDraws && thread >= Role::kFirstDrawer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (kDraws) draw();
+    if constexpr (kDraws && !Role::kHelp) draw([] { return true; });
   } else if (Role::kApart && thread >= Role::kFirstQuantizer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
-    if constexpr (kHelp) draw();
+    if constexpr (kRank > 0) {
+      Producer<Tile> producer(begin, ring);
+      for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, Role::kFirstQuantizer);
+    }
+    draws_first = kDrawsFirst;
+    if constexpr (Role::kApart && !kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
   } else if constexpr (kRank > 0) {
     if constexpr (Role::kShifts) take_registers<Role::kWanted>();
-    multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, shared, ring);
-    if constexpr (kHelp) draw();
+    multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, begin, shared, ring);
+    if constexpr (Role::kShifts && Role::kHelp) give_registers<Role::kLeft>();
+  }
+  if constexpr (Role::kHelp) {  // one copy of the code for all
+#pragma unroll 1
+    while (true) {
+      draw([&] { return !draws_first || !has_ended(ring.full(), 0); });
+      if (!draws_first) break;
+      draws_first = false;
+      if constexpr (kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
+    }
   }
 #endif
-}
-
-template <typename T>
-__device__ void store_two(void* target, int64_t at, float first, float second, bool has_second) {
-  T* const to = static_cast<T*>(target) + at;
-  to[0] = static_cast<T>(first);
-  if (has_second) to[1] = static_cast<T>(second);
-}
-
-// ds and dB from the workspace. A thread adds up four numbers that a thread of quantize_grad_kernel stored together.
-template <typename T>
-__global__ void __launch_bounds__(kSumThreads)
-    sum_shares_kernel(const __grid_constant__ QuantizeGradParams params, const __grid_constant__ Grid grid) {
-  const int per_block = grid.padded_rank / 8 * 128;  // threads for 64 rows
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
-  const int64_t panel_blocks = grid.panels * kGroups;
-  int64_t block = index / per_block;
-  const int within = static_cast<int>(index % per_block), thread = within % 128;
-  const auto& projections = params.projections;
-  const bool is_ds = block < panel_blocks * projections.count;
-  const float* source = params.workspace;
-  int64_t shares = 0, stride, rows, first = 0;  // first: a row's first column in ds or dB
-  if (is_ds) {
-    const int which = static_cast<int>(block) / static_cast<int>(panel_blocks);
-    block -= which * panel_blocks, rows = params.rows, first = projections.window[which];
-    stride = panel_blocks * kAtom * grid.padded_rank;
-    const int strip = static_cast<int>(projections.begin(which)) / grid.strip_cols;
-    shares = (projections.end[which] + grid.strip_cols - 1) / grid.strip_cols - strip;
-    source += strip * stride + (block * per_block + within) * 4;
-  } else {
-    block -= panel_blocks * projections.count, rows = params.cols;
-    const int64_t blocks_of_strip = grid.strip_cols / kAtom, strip = block / blocks_of_strip;
-    int64_t low = 0;
-    const bool adapted = strip < grid.strips && projections.window[projections.of(strip * grid.strip_cols)] >= 0;
-    if (grid.panels > 0 && adapted) {
-      low = grid.block_of(strip * grid.panels);
-      shares = grid.block_of((strip + 1) * grid.panels - 1) - low + 1;
-    }
-    stride = grid.segment_floats();
-    source += grid.ds_floats() + (low + strip) * stride + ((block % blocks_of_strip) * per_block + within) * 4;
-  }
-  const int64_t row = block * kAtom + thread / 32 * 16 + thread % 32 / 4;
-  const int col = within / 128 * 8 + thread % 4 * 2, rank = static_cast<int>(params.rank);
-  begin_after_previous_kernel();
-  if (row >= rows || col >= rank || first < 0 || (!is_ds && params.dB == nullptr)) return;
-  const int64_t pitch = is_ds ? projections.pitch : rank;
-  float sum[4] = {};
-  // By cp.async, because ptxas adds the first shares before it loads the last ones, and waits for memory each time.
-  extern __shared__ float4 staged[];  // [kSharesAtOnce, kSumThreads]
-  const auto mine = reinterpret_cast<const float4*>(source);
-  for (int done = 0; done < static_cast<int>(shares); done += kSharesAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kSharesAtOnce; ++i) {
-      const bool exists = done + i < static_cast<int>(shares);
-      copy_async(shared_address(staged + i * kSumThreads + threadIdx.x), mine + (exists ? done + i : 0) * (stride / 4),
-                 exists);
-    }
-    wait_for_all_copies();
-#pragma unroll
-    for (int i = 0; i < kSharesAtOnce; ++i) {
-      const float4 four = staged[i * kSumThreads + threadIdx.x];
-      sum[0] += four.x, sum[1] += four.y, sum[2] += four.z, sum[3] += four.w;
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    if (row + 8 * half >= rows) return;
-    const float one = sum[2 * half] * params.scaling, two = sum[2 * half + 1] * params.scaling;
-    const int64_t at = (row + 8 * half) * pitch + first + col;
-    const bool both = col + 1 < rank;
-    if (is_ds) {
-      store_two<T>(params.ds, at, one, two, both);
-    } else if (params.b_dtype == FloatType::kFloat32) {
-      store_two<float>(params.dB, at, one, two, both);
-    } else if (params.b_dtype == FloatType::kBFloat16) {
-      store_two<__nv_bfloat16>(params.dB, at, one, two, both);
-    } else {
-      store_two<__half>(params.dB, at, one, two, both);
-    }
-  }
 }
 
 // At rank 128 too few registers are left for warps of their own that make dy8.
@@ -287,7 +245,7 @@ template <typename T, int kRank, int kSteps, bool kDraws, bool kApart = (kRank <
 void launch_strips(const QuantizeGradParams& params, const Grid& grid, cudaStream_t stream) {
   using Tile = Tiling<kRank, kSteps>;
   const auto kernel = quantize_grad_kernel<T, kRank, kSteps, kDraws, kApart>;
-  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kDraws, kApart>::kThreads;
+  constexpr int kBytes = Tile::kBytes, kThreadsOfBlock = Roles<kRank, kSteps, kDraws, kApart>::kThreads;
   const CUtensorMap dy = tensor_map<T>(params.dy, params.rows, params.cols, Tile::kRows);  // swizzled as DyRows
   launch_kernel(kernel, static_cast<unsigned>(grid.blocks), kThreadsOfBlock, kBytes, stream, true, dy, params, grid);
 }
@@ -330,13 +288,7 @@ void launch_of_type(const QuantizeGradParams& params, cudaStream_t stream) {
     default:
       launch_fused<T, 128>(params, grid, stream);
   }
-  const int64_t sums_of = grid.panels * Grid::kPanelRows * params.projections.count +
-                          (params.dB == nullptr ? 0 : grid.strips * grid.strip_cols);
-  if (sums_of == 0) return;  // of no rows, and without dB: a grid of no blocks cannot be launched
-  const int64_t threads = sums_of * grid.padded_rank / 4;
-  const auto blocks = static_cast<unsigned>((threads + kSumThreads - 1) / kSumThreads);
-  launch_kernel(sum_shares_kernel<T>, blocks, kSumThreads, kSharesAtOnce * kSumThreads * sizeof(float4), stream, true,
-                params, grid);
+  launch_sum_shares<T>(params, grid, stream);
 }
 
 }  // namespace
@@ -345,7 +297,7 @@ void launch_quantize_grad(const QuantizeGradParams& params, void* stream, int de
   if (params.cols == 0 || (params.scale_inv == nullptr && params.rank == 0)) return;
   const DeviceGuard guard(device);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (params.scale_inv != nullptr && !params.in_blocks) {
+  if (params.rank == 0 && params.scale_inv != nullptr && !params.in_blocks) {
     launch_amax_if_unset(params.scale, params.dy, params.rows * params.cols, params.dtype, stream, -1);
   }
   if (params.dtype == FloatType::kBFloat16) {

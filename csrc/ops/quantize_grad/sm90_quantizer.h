@@ -28,10 +28,10 @@ __device__ uint2 fp8_of_eight(const uint4& words, float scale) {
   return {four(words.x, words.y), four(words.z, words.w)};
 }
 
-// Raises *amax. Non-negative floats compare like their bits as integers, and NaN is then above inf.
+// Raises *amax to the warp's largest magnitude. Non-negative floats compare like their bits as integers, and NaN is
+// then above inf.
 template <typename T>
 __device__ void raise_amax(float* amax, uint32_t most) {
-  most = warp_max_magnitude(most);
   if (threadIdx.x % 32 != 0 || most == 0) return;
   atomicMax(reinterpret_cast<int*>(amax), __float_as_int(unpacked<T>(most).x));
 }
@@ -70,11 +70,12 @@ struct Quantizer {
     return scale_of_block(amax, params.scale.fp8_max, params.power_of_two);
   }
 
-  // kWide: rows of dy8 begin at multiples of 16 bytes. kBlocks: each 128 columns of a row have a scale.
+  // kWide: rows of dy8 begin at multiples of 16 bytes. kBlocks: each 128 columns of a row have a scale. Without a scale
+  // nothing is stored.
   template <__nv_fp8_interpretation_t kFormat, bool kWide, bool kBlocks>
   __device__ void tile(const QuantizeGradParams& params, const uint8_t* tile, int first_row, int first_col) {
     const int rows = static_cast<int>(params.rows) - first_row - row;
-    const int cols = static_cast<int>(params.cols) - first_col - col;
+    const int cols = kBlocks || scale > 0.0f ? static_cast<int>(params.cols) - first_col - col : 0;
     uint8_t* target = params.dy8 + static_cast<int64_t>(first_row + row) * params.cols + first_col + col;
     [[maybe_unused]] float* const inverses =
         params.scale_inv + (first_col + col) / kTileCols * params.rows + first_row + row;

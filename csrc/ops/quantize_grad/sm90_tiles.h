@@ -22,8 +22,8 @@ constexpr int kMultiplying = 128 * kGroups;  // threads
 
 // What a block's warpgroups do. The first two multiply, the next ones make dy8, and the last ones draw the mask, so
 // that each waits for what it needs alone. At rank 0 nobody multiplies. Unless `kMakesApart`, those that multiply make
-// dy8 as well.
-template <int kRank, bool kDraws, bool kMakesApart>
+// dy8 as well. In strips of one tile nobody needs more registers than others.
+template <int kRank, int kSteps, bool kDraws, bool kMakesApart>
 struct Roles {
   static constexpr bool kApart = kMakesApart;
   static constexpr int kMultipliers = kRank > 0 ? kGroups : 0;
@@ -35,12 +35,14 @@ struct Roles {
 
   // Registers of a thread: at launch, then of those that multiply, and of the others.
   static constexpr int kAtLaunch = registers_of_warpgroups<kCount>() / kCount;
-  static constexpr int kWanted = kRank == 64 ? (kApart ? 200 : 216) : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr int kOfWideStrips = kRank == 64 ? (kApart ? 200 : 216) : kRank == 32 && kDraws ? 144 : kAtLaunch;
+  static constexpr int kWanted = kSteps == 1 ? kAtLaunch : kOfWideStrips;
   static constexpr bool kShifts = kWanted > kAtLaunch;
   static constexpr int kLeft =
       kShifts ? (kCount * kAtLaunch - kMultipliers * kWanted) / (kCount - kMultipliers) / 8 * 8 : kAtLaunch;
   static_assert(kMultipliers * kWanted + (kCount - kMultipliers) * kLeft <= kCount * kAtLaunch,
                 "a block has no more registers at launch, and setmaxnreg would wait for more for ever");
+  static constexpr bool kHelp = kDraws && kLeft > 64;  // whoever is done draws; 56 registers would be too few
 };
 
 constexpr int kAtom = 64;  // rows and columns of a matrix of 128-byte rows
@@ -78,13 +80,15 @@ struct Tiling {
   static constexpr int kColBytes = kRows * 128;  // of a stage: from one 64 columns to the next
   static constexpr int kStepCols = kAtom * kAcross;
   static constexpr int kStepsOfStrip = kStripCols / kStepCols;
-  static constexpr int kStages = kRank <= 16 ? 6 : kRank == 32 ? 5 : kRank == 64 ? 4 : 3;
+  // Strips of one tile are for few tiles a block. Then a block of the next kernel fits beside it.
+  static constexpr int kStages = kSteps == 1 ? 3 : kRank <= 16 ? 6 : kRank == 32 ? 5 : kRank == 64 ? 4 : 3;
   static constexpr int kFactorBytes = kPanelRows * kRank * 2;  // of s; B's is kSteps times that
   static constexpr int kOffsetB = kStages * kStageBytes;
   static constexpr int kOffsetS = kOffsetB + kSteps * kFactorBytes;
   static constexpr int kOffsetBarriers = kOffsetS + 2 * kFactorBytes;     // first the full ones, then the empty ones
   static constexpr int kOffsetDrawn = kOffsetBarriers + 2 * kStages * 8;  // how many units of the mask were taken
-  static constexpr int kBytes = kOffsetDrawn + 4;
+  static constexpr int kOffsetMost = kOffsetDrawn + 4;                    // the largest magnitude of the block's dy
+  static constexpr int kBytes = kOffsetMost + 4;
   static_assert(kBytes <= 227 * 1024);
 };
 
@@ -109,7 +113,7 @@ struct Cursor {
   }
 };
 
-// Thread 0 starts the copies of dy's tiles, as far ahead of their use as the ring has stages.
+// One thread starts the copies of dy's tiles, as far ahead of their use as the ring has stages.
 template <typename Tile>
 struct Producer {
   Cursor at;
@@ -118,10 +122,20 @@ struct Producer {
 
   __device__ Producer(const Cursor& first, const RingOf<Tile>& ring) : at(first), ring(ring) {}
 
-  // Waits until all warps have used the tile that the stage holds.
-  __device__ void bring(const CUtensorMap& dy) {
+  // Leaves out a tile that another thread brings.
+  __device__ void skip() {
     if (at.left == 0) return;
-    if (threadIdx.x == 0) {
+    ring.advance();
+    row += Tile::kRows;
+    if (row == kPanelRows) row = 0, col += Tile::kStepCols;
+    if (col == Tile::kStripCols) col = 0, at.advance();
+  }
+
+  // Waits until all warps have used the tile that the stage holds. Whole warps call it, with that of the thread
+  // `leader`.
+  __device__ void bring(const CUtensorMap& dy, uint32_t leader) {
+    if (at.left == 0) return;
+    if (threadIdx.x == leader) {
       wait_for(ring.empty(), ring.round ^ 1);
       arrive_and_expect(ring.full(), kStageBytes);
       const uint64_t policy = evict_first_policy();
@@ -132,19 +146,20 @@ struct Producer {
       }
     }
     __syncwarp();
-    ring.advance();
-    row += Tile::kRows;
-    if (row == kPanelRows) row = 0, col += Tile::kStepCols;
-    if (col == Tile::kStripCols) col = 0, at.advance();
+    skip();
   }
 };
+
+// How many stages are filled at once, by the first thread that quantizes where those do not multiply.
+template <typename Tile>
+constexpr int kFilledStages = Tile::kStages - Tile::kStagesOfStep;
 
 template <typename T, int kRank, typename Tile>
 __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base, const Cursor& at) {
   using Rows = Factor<kRank>;
   const uint32_t to = base + Tile::kOffsetS + at.count % 2 * Tile::kFactorBytes;
   const auto& projections = params.projections;
-  const int window = projections.window[projections.of(static_cast<int64_t>(at.strip) * Tile::kStripCols)];
+  const int window = projections.window[projections.of(at.strip * Tile::kStripCols)];
   const bool there = window >= 0 && params.s != nullptr;
   const FactorSource source(there ? static_cast<const T*>(params.s) + window : nullptr, params.rows, params.rank,
                             projections.pitch, params.dtype);
@@ -161,18 +176,66 @@ __device__ void load_panel_of_s(const QuantizeGradParams& params, uint32_t base,
   }
 }
 
+// Asks the L2 cache for the first of both, before the previous kernel has ended. One thread calls it.
+template <typename Tile>
+__device__ void prefetch_factors(const QuantizeGradParams& params, const Cursor& first) {
+  if (first.left == 0) return;
+  const int64_t col = static_cast<int64_t>(first.strip) * Tile::kStripCols;
+  const int64_t row = static_cast<int64_t>(first.panel) * kPanelRows;
+  const int64_t bytes_of_B = params.rank * (params.b_dtype == FloatType::kFloat32 ? 4 : 2);
+  const int64_t bytes_of_s = params.projections.pitch * 2;
+  prefetch_bytes(static_cast<const uint8_t*>(params.B) + col * bytes_of_B,
+                 min(params.cols - col, int64_t{Tile::kStripCols}) * bytes_of_B);
+  if (params.s == nullptr) return;
+  prefetch_bytes(static_cast<const uint8_t*>(params.s) + row * bytes_of_s,
+                 min(params.rows - row, int64_t{kPanelRows}) * bytes_of_s);
+}
+
 template <typename T, int kRank, typename Tile>
 __device__ void load_strip_of_B(const QuantizeGradParams& params, uint32_t base, int strip) {
   using Rows = Factor<kRank>;
   constexpr int kCols = Tile::kStripCols;
   const auto& projections = params.projections;
-  const bool there = projections.window[projections.of(static_cast<int64_t>(strip) * kCols)] >= 0;
+  const bool there = projections.window[projections.of(strip * kCols)] >= 0;
   const FactorSource source(there ? params.B : nullptr, params.cols, params.rank, params.rank, params.b_dtype);
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kCols * Rows::kChunks; i += kMultiplying) {
-    const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-    const uint4 rounded = source.rounded<T>(static_cast<int64_t>(strip) * kCols + row, chunk);
-    store_shared(base + Tile::kOffsetB + Rows::offset(row, chunk, kCols), rounded);
+  const int64_t first_row = static_cast<int64_t>(strip) * kCols;
+  const auto address = [&](int i) {
+    return base + Tile::kOffsetB + Rows::offset(i / Rows::kChunks, i % Rows::kChunks, kCols);
+  };
+  constexpr int kCount = kCols * Rows::kChunks / kMultiplying;
+  if (!source.in_chunks || source.dtype != FloatType::kFloat32) {
+    const bool as_it_is = source.in_chunks && source.dtype == params.dtype;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kCount * kMultiplying; i += kMultiplying) {
+      const int64_t row = first_row + i / Rows::kChunks;
+      const int chunk = i % Rows::kChunks;
+      if (as_it_is) {
+        copy_async(address(i), source.chunk_at(row, chunk), source.has(row, chunk));
+      } else {
+        store_shared(address(i), source.rounded<T>(row, chunk));
+      }
+    }
+    return;
+  }
+  constexpr int kAtOnce = kCount < 4 ? kCount : kRank == 32 ? 2 : 4;  // as registers allow
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kCount * kMultiplying; i += kAtOnce * kMultiplying) {
+    float4 low[kAtOnce], high[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const int64_t row = first_row + (i + j * kMultiplying) / Rows::kChunks;
+      const int chunk = (i + j * kMultiplying) % Rows::kChunks;
+      low[j] = high[j] = float4{};
+      if (!source.has(row, chunk)) continue;
+      const auto from = static_cast<const float4*>(source.chunk_at(row, chunk));
+      low[j] = from[0], high[j] = from[1];
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float4 &a = low[j], &b = high[j];
+      store_shared(address(i + j * kMultiplying),
+                   make_uint4(packed<T>(a.x, a.y), packed<T>(a.z, a.w), packed<T>(b.x, b.y), packed<T>(b.z, b.w)));
+    }
   }
 }
 

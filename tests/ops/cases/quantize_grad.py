@@ -93,8 +93,8 @@ def several(
     return dy, up._replace(lora_B=m.randn(adapters, n, rank)), *others
 
 
-def without_s(m: Made) -> Arguments:
-    dy, up, *others = made(24, 3, m)
+def without_s(m: Made, kind: str = "kept") -> Arguments:
+    dy, up, *others = made(24, 3, m, kind=kind)
     return dy, up._replace(s=None), *others
 
 
@@ -184,6 +184,8 @@ ONE: dict[str, Case] = {
     "1x8 unset e4m3": Case(partial(made, 8, 1, fp8=E4M3, kind="unset"), 1),
     "16x1000 fp16, fp32 B": Case(partial(made, 1000, 33, dtype=FP16, b=FP32, fp8=E4M3), 16),
     "4100x4096 fp16 eval": Case(partial(made, 4096, 16, dtype=FP16, b=FP16, fp8=E4M3, kind="eval"), 4100),
+    **{f"500x1000 r{r} unset": Case(partial(made, 1000, r, fp8=E4M3, kind="unset"), 500) for r in (0, 16, 33)},
+    "4100x4096 r64 unset": Case(partial(made, 4096, 64, kind="unset"), 4100),
     "4100x1000 fp16 unset": Case(partial(made, 1000, 128, dtype=FP16, kind="unset"), 4100),
     "500x4096 eval": Case(partial(made, 4096, 7, b=FP16, fp8=E4M3, kind="eval"), 500),
     "3 adapters, 480x1000 r48": Case(partial(several, 3, 1000, 48), 480, SEVERAL),
@@ -255,6 +257,7 @@ CONTRACTS = (
             **SMALL,
             "base only": Case(partial(made, 24, 0)),
             "frozen B": Case(without_s),
+            "frozen B, unset": Case(partial(without_s, kind="unset")),
             "blocks": Case(partial(made, 272, 3, power=False)),
             "blocks, side by side": Case(partial(made, (128, -128, 16), 3, fp8=E4M3, power=True)),
             "blocks, N % 16": Case(partial(made, 24, 3, power=False)),
@@ -302,6 +305,10 @@ CONTRACTS = (
         | {
             f"{m}x{n} r{r} blocks": Case(partial(with_mask, partial(made, n, r, fp8=E4M3, power=False), 4096), m)
             for m, n, r in ((300, 384, 16), (4100, 8208, 64), (2100, 4096, 33), (4096, 4096, 16))
+        }
+        | {
+            f"{m}x{n} r{r} unset": Case(partial(with_mask, partial(made, n, r, kind="unset"), 4096), m)
+            for m, n, r in ((300, 384, 16), (4100, 8200, 64))
         }
         | {"3000 rows side by side": Case(partial(with_mask, partial(made, (256, -128, 128), 16), 1024), 3000)},
         {**VALID, **MASK},
