@@ -172,8 +172,8 @@ def beside_table(results: dict[str, list[Row]]) -> str:
     if not runs:
         return ""
     title = (
-        "The same ops on an H100. ÷ is by a copy of the bytes, or by cuBLASLt's product, on the GPU of the number "
-        f"before it (`make bench BENCH=OP`; {run_of(runs)}):"
+        "Single ops on an H100 beside an H200. ÷ is by a copy of the bytes, or by cuBLASLt's product, on the GPU of "
+        f"the number before it (`make bench BENCH=OP`; {run_of(runs)}):"
     )
     return f"{title}\n\n{markdown(lines)}"
 

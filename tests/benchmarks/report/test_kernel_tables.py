@@ -78,8 +78,17 @@ def test_an_op_of_both_gpus_is_one_line() -> None:
     text = kernels.beside_table({"transpose_fp8": [row], "h100/transpose_fp8": [h100, alone]})
     assert text.count("\n|") == 3
     assert "| `transpose_fp8` 8192×8192 | 36.7 | 1.15 | 40.1 | 1.20 |" in text
+    assert text.startswith("Single ops on an H100 beside an H200. ")
     assert "NVIDIA H200" in text and "NVIDIA H100 80GB HBM3" in text
     assert kernels.beside_table({"transpose_fp8": [row]}) == ""
+    assert kernels.beside_table({"transpose_fp8": [row], "h100/transpose_fp8": [alone]}) == ""
+
+
+def test_the_page_has_the_table_where_an_h100_has_measured_an_op() -> None:
+    """Of the committed records: absent until there is one of an op that an H200 has measured too."""
+    ops = {op.csv for op in kernels.OPS} & {path.stem for path in pages.H100.glob("*.csv")}
+    text = (pages.ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert ("Single ops on an H100 beside an H200. " in text) == bool(ops)
 
 
 def test_the_records_of_an_h100_stand_beside_those_of_an_h200() -> None:
