@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 AS_ON = "LORAKERNELS_CAPABILITY"
+NEEDED = (9, 0)  # no implementation needs more; those of Hopper, by wgmma, run on it alone
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 
 
@@ -25,18 +26,31 @@ def capability(index: int) -> tuple[int, int]:
     """Compute capability that ops choose by for GPU `index`, e.g. (9, 0).
 
     `LORAKERNELS_CAPABILITY=8.9` hides what needs more than 8.9: a newer GPU then runs an older one's implementations.
+    No implementation needs more than Hopper has. So a Hopper GPU may be told 10.0 or 12.0 as well, which hides what is
+    Hopper's alone. That is refused to newer GPUs: they have no wgmma.
 
     Raises:
-        ValueError: the variable is not a number like 8.9, or names more than this GPU has.
+        ValueError: the variable is not a number like 8.9, or names what this GPU cannot run.
     """
     own, wanted = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
     if not wanted:
         return own
     found = re.fullmatch(r"(\d+)\.(\d)", wanted)
-    if found is None or (asked := (int(found[1]), int(found[2]))) > own:
-        expected = f"a compute capability up to this GPU's {own[0]}.{own[1]}, like 8.0"
-        raise ValueError(f"{AS_ON} must be {expected}, found {wanted!r}")
+    asked = (int(found[1]), int(found[2])) if found else None
+    if asked is None or not _can_run(own, asked):
+        has = f"{own[0]}.{own[1]}"
+        expected = "like 8.0 or 12.0" if own >= NEEDED else f"up to this GPU's {has}, like 8.0"
+        if own[0] > NEEDED[0]:
+            expected += f", but not Hopper's own 9.0, which {has} cannot run"
+        raise ValueError(f"{AS_ON} must be a compute capability {expected}, found {wanted!r}")
     return asked
+
+
+def _can_run(own: tuple[int, int], asked: tuple[int, int]) -> bool:
+    """Whether a GPU of `own` has what implementations for `asked` need."""
+    if asked[0] == NEEDED[0]:
+        return own[0] == asked[0] and asked <= own
+    return asked <= own or own >= NEEDED
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

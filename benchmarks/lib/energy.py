@@ -2,7 +2,8 @@
 """Joules that a GPU took, by NVML's counter of the whole board since the driver was loaded.
 
 Under a power limit a kernel's time moves with the clock's history by several percent. The energy of a fixed amount of
-work does not. The counter steps every few tens of milliseconds, so work is repeated for SECONDS between two readings.
+work does not. The counter steps about ten times a second: 0.4 s between two readings at any time were off by up to a
+quarter (fp8_grad_input.csv at cd7df5b). So work is counted from one of its steps to another, SECONDS later at least.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 
 from benchmarks.lib.timing import synchronize
 
-SECONDS = 0.4
+SECONDS = 0.3
+STUCK = 2.0  # seconds after which a counter that has not moved does not count
 
 
 def joules(device: torch.device) -> float:
@@ -54,13 +56,27 @@ def joules_of(step: Callable[[], object], device: torch.device, seconds: float =
         return math.nan
     step()
     synchronize(device)
-    before, steps, until = joules(device), 0, time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    first, _ = _until_it_moves(step, device, 0.0)
+    last, steps = _until_it_moves(step, device, seconds)
+    return (last - first) / steps
+
+
+def _until_it_moves(
+    step: Callable[[], object], device: torch.device, seconds: float
+) -> tuple[float, int]:
+    """The counter when it moves, `seconds` after now at the earliest, and the steps until then; nan if it does not."""
+    seen, steps, began = joules(device), 0, time.perf_counter()
+    while True:
         for _ in range(4):
             step()
         steps += 4
         synchronize(device)
-    return (joules(device) - before) / steps
+        now, passed = joules(device), time.perf_counter() - began
+        if now != seen and passed >= seconds:
+            return now, steps
+        if passed >= seconds + STUCK:
+            return math.nan, steps
+        seen = now
 
 
 def shown(value: float, digits: int) -> float | str:

@@ -8,7 +8,8 @@ filled. Everything is counted for so many outputs, whatever a kernel's own tile 
 
     cycles of a tile = loop · depth / 128 + epilogue
 
-"loop" and "epilogue" are fitted by least squares over the depths, of which each relative error counts alike. FP8's
+"loop" and "epilogue" are fitted by least squares over the depths, of which each relative error counts alike. Where
+kernels differ by depth, the line is of the one that ran at most depths; with fewer than three there is none. FP8's
 tensor cores need 1024 cycles for 128 of depth; "of peak" is that over "loop". "off" is the largest error of the line.
 
     forward      e4m3 · e4m3, alone and with an adapter's term, R = 16
@@ -25,6 +26,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,6 +53,7 @@ ROWS, COLS, RANK = 8448, 8192, 16
 TILES = ROWS * COLS / (128 * 256 * 132)  # a multiprocessor's, 16
 PEAK = 1024.0  # cycles of 128 × 256 × 128 products, 4096 of them a cycle
 STEP = 128  # of the depth
+LEAST = 3  # depths of a line
 DEPTHS = (1024, 2048, 3072, 4096, 8192, 12288, 16384)
 CYCLES = "sm__cycles_active.avg"
 TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
@@ -161,7 +164,7 @@ def fit(depths: Sequence[float], cycles: Sequence[float]) -> tuple[float, float,
     Raises:
         ValueError: there are fewer than three depths, through which a line always goes.
     """
-    if len(depths) < 3:
+    if len(depths) < LEAST:
         raise ValueError(f"a line is fitted through at least three depths, found {[*depths]}")
     y = torch.tensor(cycles, dtype=torch.float64)
     steps = torch.tensor(depths, dtype=torch.float64) / STEP
@@ -174,25 +177,33 @@ def fit(depths: Sequence[float], cycles: Sequence[float]) -> tuple[float, float,
 
 
 def fits(points: list[Row]) -> list[Row]:
-    """A row for each product."""
+    """A row for each product, through the depths of the kernel that ran at most of them.
+
+    cuBLASLt takes other kernels for other depths, and two of them are not on one line.
+    """
     found: list[Row] = []
     for name in dict.fromkeys(str(row["product"]) for row in points):
         of = [row for row in points if row["product"] == name]
+        kernel = Counter(str(row["kernel"]) for row in of).most_common(1)[0][0]
+        of = [row for row in of if row["kernel"] == kernel]
         depths, cycles = (
             [float(str(row[key])) for row in of] for key in ("depth", "cycles a tile")
         )
-        loop, epilogue, off = fit(depths, cycles)
-        found.append(
-            {
-                "product": name,
-                "by": of[0]["by"],
-                "depths": f"{min(depths):.0f} to {max(depths):.0f}",
-                "loop, cycles for 128": round(loop, 1),
-                "of peak": round(PEAK / loop, 3),
-                "epilogue, cycles": round(epilogue),
-                "off": f"{off:.1%}",
-            }
-        )
+        row: Row = {
+            "product": name,
+            "by": of[0]["by"],
+            "depths": f"{min(depths):.0f} to {max(depths):.0f}",
+            "loop, cycles for 128": "",
+            "of peak": "",
+            "epilogue, cycles": "",
+            "off": "",
+            "kernel": kernel,
+        }
+        if len(of) >= LEAST:
+            loop, epilogue, off = fit(depths, cycles)
+            row |= {"loop, cycles for 128": round(loop, 1), "of peak": round(PEAK / loop, 3)}
+            row |= {"epilogue, cycles": round(epilogue), "off": f"{off:.1%}"}
+        found.append(row)
     return found
 
 
@@ -202,7 +213,7 @@ def main() -> int:
     options.add_argument("--without-ncu", action="store_true", help="times by CUDA events")
     options.add_argument("--only-run", action="store_true", help="what ncu is given to run")
     args, device = arguments(options, on_gpu=15)
-    if len(args.depths) < 3:
+    if len(args.depths) < LEAST:
         options.error(f"--depths needs at least three, found {args.depths}")
     if device.type != "cuda":
         options.error("the cycles of products need a GPU")

@@ -26,7 +26,8 @@ import lorakernels
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".git", ".venv", ".hypothesis", ".*_cache", "*.so", "*.egg-info", "__pycache__")
 HOOK = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
-NVCC = shutil.which("nvcc")
+CUDA = [Path(home, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
+NVCC = shutil.which("nvcc", path=os.pathsep.join([*map(str, CUDA), os.environ.get("PATH", "")]))
 
 pytestmark = pytest.mark.slow
 
@@ -276,11 +277,12 @@ def test_cuda_switch_errors(tree: Tree, variables: dict[str, str], message: str)
     assert message in result.stdout
 
 
-@pytest.mark.skipif(NVCC is None, reason="no nvcc on PATH")
+@pytest.mark.skipif(NVCC is None, reason="no nvcc in CUDA_HOME, CUDA_PATH or on PATH")
 def test_cuda_for_other_architectures(tree: Tree, wheel: object) -> None:
     """Every kernel compiles for an A100, an L40, a B200 and an RTX 50; without optimization, to take half of the time.
 
-    On the last two setup.py asks for 100a and 120a by itself.
+    They are those of .ci/wheels. On the last two setup.py asks for 100a and 120a by itself, which take what 100 and 120
+    take, and no file of csrc asks for either.
     """
     with_nvcc = {
         "PATH": os.pathsep.join([tree.without_nvcc["PATH"], str(Path(str(NVCC)).parent)]),
@@ -290,13 +292,21 @@ def test_cuda_for_other_architectures(tree: Tree, wheel: object) -> None:
         "setup.py", "-q", "build_ext", "--inplace", LORAKERNELS_CUDA_ARCHS="hopper", **with_nvcc
     )
     assert "LORAKERNELS_CUDA_ARCHS: 'hopper' is not an architecture" in bad.stdout
+    wheels = re.search(r"CUDA_ARCHS:-([\da;]+)\}", (ROOT / ".ci" / "wheels").read_text())
+    assert wheels is not None
     # 90a, which takes longest, is compiled as installed and by tests/csrc/test_compile.py
-    written = tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100a;120a", **with_nvcc)
+    others = [arch for arch in wheels[1].split(";") if arch != "90a"]
+    assert others == ["80", "89", "100", "120"], "as docs/support.md says"
+    archs = ";".join(others)
+    written = tree.build(LORAKERNELS_CUDA_ARCHS=archs, **with_nvcc)
     # the other C++ objects are the ones of the build without CUDA
     csrc = tree.path / "csrc"
     sources = {f"{path.relative_to(csrc)}.o" for path in csrc.rglob("*.cu")}
     assert written == sources | {"host/build_info.cpp.o"}
-    assert tree.build(LORAKERNELS_CUDA_ARCHS="80;89;100a;120a", **with_nvcc) == set()
+    assert tree.build(LORAKERNELS_CUDA_ARCHS=archs, **with_nvcc) == set()
     code = "import sys; sys.path.insert(0, '.'); from lorakernels import _C; print(_C.build_info())"
     info = tree.python("-I", "-c", code)
-    assert "'cuda': True" in info and "'cuda_archs': '80;89;100a;120a'" in info
+    assert "'cuda': True" in info and f"'cuda_archs': '{archs}'" in info
+    features = re.compile(r"ARCH_FEAT_SM(\d+)|ARCH_(?:FAMILY_)?SPECIFIC__")
+    texts = [path.read_text() for path in csrc.rglob("*.*")]
+    assert {found[1] for text in texts for found in features.finditer(text)} == {"90"}

@@ -42,6 +42,20 @@ def test_the_slope_is_the_loop_and_the_rest_the_epilogue() -> None:
     assert ours["of peak"] == round(1024 / 1060, 3) and ours["off"] == "0.0%"
 
 
+def test_a_line_is_of_one_kernel() -> None:
+    """As cuBLASLt has another for short depths; two depths of each are no line."""
+    depths = (1024, 2048, 4096, 8192, 16384)
+    points = gemm_depths.points_of(counted(depths), depths, NAMES)
+    for row in points[:4]:
+        if row["product"] == NAMES[1]:
+            row |= {"kernel": "nvjet_sm90_y", "cycles a tile": 100}
+    _, theirs = gemm_depths.fits(points)
+    assert theirs["depths"] == "4096 to 16384" and theirs["kernel"] == "nvjet_sm90_x"
+    assert (theirs["loop, cycles for 128"], theirs["off"]) == (1050.0, "0.0%")
+    (ours, theirs) = gemm_depths.fits(points[:-4])
+    assert ours["off"] == "0.0%" and theirs["off"] == theirs["loop, cycles for 128"] == ""
+
+
 def test_a_point_off_the_line_is_told() -> None:
     depths, cycles = [1024.0, 2048.0, 4096.0, 8192.0], [9600.0, 18200.0, 35300.0, 69000.0 * 1.1]
     assert gemm_depths.fit(depths, cycles)[2] > 0.02
