@@ -20,6 +20,7 @@ import torch
 from benchmarks.lib.timing import synchronize
 
 SECONDS = 0.3
+BATCH_SECONDS = 5e-3  # of steps between two readings
 STUCK = 2.0  # seconds after which a counter that has not moved does not count
 
 
@@ -54,29 +55,49 @@ def joules_of(step: Callable[[], object], device: torch.device, seconds: float =
     """Of one step among steps that follow each other; nan where nothing counts."""
     if math.isnan(joules(device)):
         return math.nan
-    step()
+    steps = _Steps(step, device)
+    first = steps.until_it_moves(0.0)
+    before = steps.done
+    last = steps.until_it_moves(seconds)
     synchronize(device)
-    first, _ = _until_it_moves(step, device, 0.0)
-    last, steps = _until_it_moves(step, device, seconds)
-    return (last - first) / steps
+    return (last - first) / (steps.done - before)
 
 
-def _until_it_moves(
-    step: Callable[[], object], device: torch.device, seconds: float
-) -> tuple[float, int]:
-    """The counter when it moves, `seconds` after now at the earliest, and the steps until then; nan if it does not."""
-    seen, steps, began = joules(device), 0, time.perf_counter()
-    while True:
+class _Steps:
+    """Steps that follow each other, some of them always enqueued: a reading of the counter takes a millisecond or more,
+    in which the GPU must not rest."""
+
+    def __init__(self, step: Callable[[], object], device: torch.device) -> None:
+        self.step, self.device, self.done = step, device, 0
+        step()
+        synchronize(device)
+        began = time.perf_counter()
         for _ in range(4):
             step()
-        steps += 4
         synchronize(device)
-        now, passed = joules(device), time.perf_counter() - began
-        if now != seen and passed >= seconds:
-            return now, steps
-        if passed >= seconds + STUCK:
-            return math.nan, steps
-        seen = now
+        self.batch = math.ceil(BATCH_SECONDS * 4 / max(time.perf_counter() - began, 1e-9))
+        self.ahead = self._enqueue()
+
+    def _enqueue(self) -> torch.cuda.Event | None:
+        """Another batch; the event behind it."""
+        for _ in range(self.batch):
+            self.step()
+        return torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+
+    def until_it_moves(self, seconds: float) -> float:
+        """The counter when it moves, `seconds` after now at the earliest; nan if it does not."""
+        seen, began = joules(self.device), time.perf_counter()
+        while True:
+            behind, self.ahead = self.ahead, self._enqueue()
+            if behind is not None:
+                behind.synchronize()
+            self.done += self.batch
+            now, passed = joules(self.device), time.perf_counter() - began
+            if now != seen and passed >= seconds:
+                return now
+            if passed >= seconds + STUCK:
+                return math.nan
+            seen = now
 
 
 def shown(value: float, digits: int) -> float | str:
