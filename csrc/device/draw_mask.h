@@ -25,11 +25,10 @@ constexpr uint32_t kMostRowsOfUnit = 8;
 // Draws this block's rows of the mask [rows, dropped_words(cols)]. Whole warps call it, each when it has time. A warp
 // takes one unit after the other, 32 words in up to kMostRowsOfUnit rows, until none is left. Of few words units are
 // smaller, so that all warps of the block get one. `count`, in shared memory and 0 at first, is how many units were
-// taken. With kRuns, rows that follow each other are placed once for all, which takes two registers more. A warp stops
-// early where its first lane is told by `goes_on()`.
-template <bool kRuns = true, typename GoesOn>
+// taken. With kRuns, rows that follow each other are placed once for all, which takes two registers more.
+template <bool kRuns = true>
 __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t* dropped, int64_t rows, int64_t cols,
-                                          uint32_t* count, const GoesOn& goes_on) {
+                                          uint32_t* count) {
   const uint32_t lane = threadIdx.x % 32, words = static_cast<uint32_t>(dropped_words(cols)),
                  across = (words + 31) / 32;
   const auto begin = static_cast<uint32_t>(rows * blockIdx.x / gridDim.x);
@@ -39,11 +38,7 @@ __device__ __forceinline__ void draw_mask(const DropoutParams& dropout, uint32_t
   const uint32_t units = (end - begin + rows_of_unit - 1) / rows_of_unit * across;
   const uint64_t seed = dropout.slot[0];
   const auto offset = static_cast<uint32_t>(dropout.slot[1]);
-  const auto take = [&] {
-    uint32_t unit = 0xFFFFFFFFu;
-    if (lane == 0 && goes_on()) unit = atomicAdd(count, 1u);
-    return __shfl_sync(0xFFFFFFFFu, unit, 0);
-  };
+  const auto take = [&] { return __shfl_sync(0xFFFFFFFFu, lane == 0 ? atomicAdd(count, 1u) : 0, 0); };
   uint32_t unit = take();
   if (unit >= units) return;  // before it waits for the seed
   const RoundKeys keys(seed);

@@ -19,16 +19,6 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
 __device__ __forceinline__ void arrive_and_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
-// Whether the barrier's phase of that parity has ended. Says nothing of what was written before.
-__device__ __forceinline__ bool has_ended(uint32_t barrier, int parity) {
-  uint32_t ended;
-  asm volatile(
-      "{\n.reg .pred done;\nmbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\nselp.b32 %0, 1, 0, done;\n}"
-      : "=r"(ended)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return ended != 0;
-}
 // Waits until the barrier's phase of that parity, 0 or 1, has ended.
 __device__ __forceinline__ void wait_for(uint32_t barrier, int parity) {
   asm volatile(

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   __shared__ uint32_t drawn;
   if (threadIdx.x == 0) drawn = 0;
   __syncthreads();
-  draw_mask(dropout, dropped, rows, cols, &drawn, [] { return true; });
+  draw_mask(dropout, dropped, rows, cols, &drawn);
 }
 
 unsigned blocks_for(int64_t wanted) {

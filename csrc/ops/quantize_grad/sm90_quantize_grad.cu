@@ -43,16 +43,13 @@ __device__ __forceinline__ void leave_amax_and_scale(const QuantizeGradParams& p
   if (leads) params.scale.partials[blockIdx.x] = __float_as_uint(unpacked<T>(*most_of_block).x);
 }
 
-// The warpgroups that make dy8 and do not multiply. At rank 0 the first thread brings the tiles, too.
+// The warpgroups that make dy8 and do not multiply. Their first thread brings the first tiles, at rank 0 all tiles.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
                                                const Cursor& begin, uint8_t* shared, RingOf<Tile> ring) {
   Producer<Tile> producer(begin, ring);
-  if constexpr (kRank == 0) {
-    for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, 0);
-  } else if (params.scale_inv == nullptr) {
-    return;
-  }
+  for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, Role::kFirstQuantizer);
+  if (kRank > 0 && params.scale_inv == nullptr) return;
   constexpr int kAtOnce = Role::kLeft < 64 ? 2 : 4;  // as registers allow
   Quantizer<T, Tile, Role::kQuantizingWarps, kAtOnce> quantize(scale_of_tiles<kRank>(params),
                                                                threadIdx.x - Role::kFirstQuantizer);
@@ -63,7 +60,7 @@ __device__ __forceinline__ void quantize_tiles(const CUtensorMap& dy, const Quan
         const int row = now.panel * kPanelRows + i % Tile::kStagesOfStep * Tile::kRows;
         const int col = now.strip * Tile::kStripCols + i / Tile::kStagesOfStep * Tile::kStepCols;
         wait_for(ring.full(), ring.round);
-        if constexpr (kRank == 0) producer.bring(dy, 0);
+        if constexpr (kRank == 0) producer.bring(dy, Role::kFirstQuantizer);
         const uint8_t* const tile = shared + ring.stage * kStageBytes;
         quantize.template tile<format.value, wide.value, blocks.value>(params, tile, row, col);
         __syncwarp();
@@ -108,7 +105,8 @@ __device__ __forceinline__ void multiply_step(float (&sum_ds)[kSums], float (&su
   wgmma_commit();
 }
 
-// The warpgroups that multiply. Their first thread brings the tiles. Nobody else makes dy8 unless the roles say so.
+// The warpgroups that multiply. Their first thread brings the tiles that are not brought yet. Nobody else makes dy8
+// unless the roles say so.
 template <typename T, int kRank, typename Tile, typename Role>
 __device__ __forceinline__ void multiply_tiles(const CUtensorMap& dy, const QuantizeGradParams& params,
                                                const Grid& grid, const Cursor& begin, uint8_t* shared,
@@ -205,38 +203,22 @@ __global__ void __launch_bounds__((Roles<kRank, kSteps, kDraws, kApart>::kThread
   if (kRank > 0 && threadIdx.x == 32) prefetch_factors<Tile>(params, begin);
   __syncthreads();
   wait_for_previous_kernel();
-  // Those that make dy8 draw until their first tile is there. Of wide strips a unit of the mask would take too long.
-  constexpr bool kDrawsFirst = Role::kHelp && kSteps == 1;
-  const auto draw = [&](const auto& goes_on) {
-    draw_mask<Role::kHelp>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn, goes_on);
+  const auto draw = [&] {
+    draw_mask<Role::kHelp>(params.dropout, params.dropped, params.rows, params.dropped_cols, drawn);
   };
   const int thread = threadIdx.x;
-  [[maybe_unused]] bool draws_first = false;
   if (kDraws && thread >= Role::kFirstDrawer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (kDraws && !Role::kHelp) draw([] { return true; });
+    if constexpr (kDraws && !Role::kHelp) draw();
   } else if (Role::kApart && thread >= Role::kFirstQuantizer) {
     if constexpr (Role::kShifts) give_registers<Role::kLeft>();
-    if constexpr (kRank > 0) {
-      Producer<Tile> producer(begin, ring);
-      for (int stage = 0; stage < kFilledStages<Tile>; ++stage) producer.bring(dy, Role::kFirstQuantizer);
-    }
-    draws_first = kDrawsFirst;
-    if constexpr (Role::kApart && !kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
+    if constexpr (Role::kApart) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
   } else if constexpr (kRank > 0) {
     if constexpr (Role::kShifts) take_registers<Role::kWanted>();
     multiply_tiles<T, kRank, Tile, Role>(dy, params, grid, begin, shared, ring);
     if constexpr (Role::kShifts && Role::kHelp) give_registers<Role::kLeft>();
   }
-  if constexpr (Role::kHelp) {  // one copy of the code for all
-#pragma unroll 1
-    while (true) {
-      draw([&] { return !draws_first || !has_ended(ring.full(), 0); });
-      if (!draws_first) break;
-      draws_first = false;
-      if constexpr (kDrawsFirst) quantize_tiles<T, kRank, Tile, Role>(dy, params, begin, shared, ring);
-    }
-  }
+  if constexpr (Role::kHelp) draw();  // one copy of its code for all
 #endif
 }
 
