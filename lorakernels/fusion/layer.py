@@ -274,10 +274,10 @@ def _attended(
     name = parts.chosen.get(key)
     if starts is not None:
         if name is None:
-            name = parts.chosen[key] = choose_packed(parts.attention, q, k, v, short)
+            name = parts.choose(key, choose_packed(parts.attention, q, k, v, short))
         return attend_packed(name, q, k, v, starts, longest, parts.heads.scale), None
     if name is None:
-        name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
+        name = parts.choose(key, choose(parts.attention, q, k, v, mask, causal))
     if name == FP8:
         return fp8_attention.attend_rows(q, k, v, parts.heads.scale)
     return attend(name, q, k, v, mask, causal, parts.heads.scale), None

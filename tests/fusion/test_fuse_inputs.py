@@ -12,6 +12,7 @@ from torch import Tensor
 from lorakernels import DelayedScaling, apply_lora
 from lorakernels.autograd.attention import attend_packed
 from lorakernels.config import LoRAConfig
+from lorakernels.fusion import parts
 from tests.fusion.fused_models import (
     BEHIND,
     FP32,
@@ -82,6 +83,17 @@ def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPat
     twin(x, **packed)
     assert told == [12, 12, 24, 24]
     assert len(twin.model.layers[0]._fused.chosen) == 2
+
+
+def test_a_layer_remembers_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MOST_CHOSEN", 3)
+    plain = adapted()
+    twin, _ = fused_copy(plain)
+    for length in range(2, 12):
+        x = tokens(1, length)
+        found, expected = (model(x, use_cache=False).logits for model in (twin, plain))
+        torch.testing.assert_close(found, expected, rtol=FP32, atol=FP32)
+        assert 1 <= len(twin.model.layers[0]._fused.chosen) <= 3
 
 
 def test_attention_is_chosen_anew_for_deterministic_algorithms() -> None:
