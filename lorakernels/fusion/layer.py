@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd import fp8_attention
+from lorakernels.autograd import fp8_attention, graphed_attention
 from lorakernels.autograd.attention import (
     FP8,
+    GRAPH,
     SHORT,
     attend,
     attend_capped,
@@ -275,7 +276,10 @@ def _attended(
     if starts is not None:
         if name is None:
             name = parts.choose(key, choose_packed(parts.attention, q, k, v, short))
-        return attend_packed(name, q, k, v, starts, longest, parts.heads.scale), None
+        how = longest, parts.heads.scale
+        if name == GRAPH and graphed_attention.has_no_room(q, k, v, len(starts) - 1, *how):
+            name = parts.choose((*key, "no room"), choose_packed(parts.attention, q, k, v, short))
+        return attend_packed(name, q, k, v, starts, *how), None
     if name is None:
         name = parts.choose(key, choose(parts.attention, q, k, v, mask, causal))
     if name == FP8:
