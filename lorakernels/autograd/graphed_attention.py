@@ -172,6 +172,35 @@ def _form(q: Tensor, k: Tensor, v: Tensor, sequences: tuple[int, int] | None, sc
     )
 
 
+def _packed_form(
+    q: Tensor, k: Tensor, v: Tensor, n: int, longest: int | tuple[int, int], scale: float
+) -> described.Form:
+    """Of n sequences with at most `longest` tokens, or of n segments with at most so many queries and keys."""
+    tokens = [kernel.many(x.shape[0] * x.shape[2]) for x in (q, k)]
+    both = (longest, longest) if isinstance(longest, int) else longest
+    most = [min(kernel.rounded(one, 128), all_) for one, all_ in zip(both, tokens, strict=True)]
+    form: described.Form = _form(q, k, v, (kernel.rounded(n), most[0]), scale)
+    if isinstance(longest, int):
+        return form
+    strides = tuple((most[1] * x.stride(2), x.stride(1), x.stride(2)) for x in (k, v))
+    return form._replace(strides=(form.out, *strides), longest_kv=most[1], tokens_kv=tokens[1])
+
+
+def has_no_room(
+    q: Tensor, k: Tensor, v: Tensor, n: int, longest: int | tuple[int, int], scale: float
+) -> bool:
+    """Whether this process has `MOST` graphs, and none for these tensors.
+
+    Args:
+        q, k, v, scale: as for `attend_sequences`, or for `attend_segments`.
+        n: sequences, or segments.
+        longest: what `attend_sequences`, or `attend_segments`, takes.
+    """
+    if kernel.built() < MOST:
+        return False
+    return not kernel.is_built(_packed_form(q, k, v, n, longest, scale), q.device)
+
+
 def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """out [B, H, T, D]: each token attends to its row up to itself. The tensors are such that `why_not` is "".
 
@@ -194,13 +223,12 @@ def attend_sequences(
     tokens by an eighth at most, so that few graphs serve any documents. Sequences without tokens are added behind the
     last one.
     """
-    most = min(kernel.rounded(longest, 128), kernel.many(len(q) * q.shape[2]))
-    sequences = kernel.rounded(len(starts) - 1), most
-    if why := _why_not_memory(sequences[0], q.shape[1], sequences[1], q.device):
+    form = _packed_form(q, k, v, len(starts) - 1, longest, scale)
+    if why := _why_not_memory(form.rows, q.shape[1], form.longest, q.device):
         raise ValueError(
             f"attention of packed sequences: {why}; take another backend, or fewer and shorter ones"
         )
-    out: Tensor = _Attention.apply(q, k, v, starts, _form(q, k, v, sequences, scale))
+    out: Tensor = _Attention.apply(q, k, v, starts, form)
     return out
 
 
@@ -219,11 +247,7 @@ def attend_segments(
         scale: the factor of q kᵀ.
     """
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    tokens = [kernel.many(x.shape[0] * x.shape[2]) for x in (q, k)]
-    most = [min(kernel.rounded(n, 128), all_) for n, all_ in zip(longest, tokens, strict=True)]
-    form = _form(q, k, v, (kernel.rounded(starts.shape[1] - 1), most[0]), scale)
-    strides = tuple((most[1] * x.stride(2), x.stride(1), x.stride(2)) for x in (k, v))
-    form = form._replace(strides=(form.out, *strides), longest_kv=most[1], tokens_kv=tokens[1])
+    form = _packed_form(q, k, v, starts.shape[1] - 1, longest, scale)
     out: Tensor = _Attention.apply(q, k, v, starts, form)
     return out
 

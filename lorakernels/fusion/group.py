@@ -36,6 +36,8 @@ from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
 
+MOST_VARIANTS = 64  # of a group, which are then made anew: context parallel has one for each length
+
 
 class FusedGroup:
     """One or more LoRALinears and FrozenFP8Linears of one x.
@@ -72,6 +74,7 @@ class FusedGroup:
         self._seen: tuple[list[Any], list[int]] = ([], [])
         self._derived: Derived | None = None
         self._variants: dict[tuple[Any, ...], Variant] = {}
+        self._factors: dict[tuple[float, ...], Tensor] = {}  # captured graphs read them
         self._prepared: Prepared | None = None
 
     @property
@@ -139,7 +142,7 @@ class FusedGroup:
             self.rows,
             variant.ranks,
             self._stacked_A(adapted, lora_A),
-            variant.factors,
+            self._factors_of(adapted),
             (None,) * len(variant.masks),
             None if state is None else state.forward,
             None if state is None else state.backward,
@@ -185,12 +188,14 @@ class FusedGroup:
         return objects, numbers
 
     def _variant(self, training: bool, adapted: Sequence[LoRALinear]) -> Variant:
-        """The Variant for this mode and these adapters. Each variant is made once."""
+        """The Variant for this mode, these adapters and their rows. It is kept until there are `MOST_VARIANTS`."""
         state = self.first.fp8_state
         self._check_alike(training, adapted)
         at, numbers = [(m.row0, m.chunks) for m in adapted], (training, state, self.first.column)
         key = (*numbers, *at, *((id(m), m.r, m.scaling, m.lora_dropout) for m in adapted))
         if key not in self._variants:
+            if len(self._variants) >= MOST_VARIANTS:
+                self._variants.clear()
             spec = LoRASpec(self._scaling(adapted), 0.0, 0, *(at[0] if at else ()))
             if state is not None:
                 spec = spec.following(state.recipe, self.first.column, training)
@@ -201,9 +206,7 @@ class FusedGroup:
             ]
             if sum(ranks) <= MAX_RANK and not any(masks):
                 del masks[1:]
-            with torch.inference_mode(False):
-                factors = self._factors(adapted)
-            self._variants[key] = Variant(spec, ranks, factors, drop, tuple(masks))
+            self._variants[key] = Variant(spec, ranks, drop, tuple(masks))
         return self._variants[key]
 
     def _check_alike(self, training: bool, adapted: Sequence[LoRALinear]) -> None:
@@ -217,7 +220,7 @@ class FusedGroup:
             )
 
     def _scaling(self, adapted: Sequence[LoRALinear]) -> float:
-        """The scaling of the joined projection. `_factors` holds the members' ratios to it."""
+        """The scaling of the joined projection. `_factors_of` has the members' ratios to it."""
         if len(self.members) == 1 and adapted:
             return adapted[0].scaling
         return next((m.scaling for m in adapted if m.scaling), 1.0)
@@ -250,15 +253,25 @@ class FusedGroup:
         whole = self._lora_A.get(tuple(id(m) for m in adapted))
         return torch.cat(parts, -2) if whole is None else whole  # not joined: `_join_A`
 
-    def _factors(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
-        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters."""
-        if len(self.members) == 1 or not adapted or self._derived is None:
+    def _factors_of(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters.
+
+        They are one tensor for each ρ, whatever the mode and the rows.
+        """
+        if len(self.members) == 1 or not adapted:
             return None
-        scalings = [m.scaling if is_active(m) else 0.0 for m in self.members]
         whole = self._scaling(adapted)
-        ratios = torch.tensor([scaling / whole for scaling in scalings])
-        ratios = ratios.float().to(self._derived.multiplier.device)
-        return torch.stack((ratios, ratios / self._derived.multiplier))
+        ratios = tuple(m.scaling / whole if is_active(m) else 0.0 for m in self.members)
+        if ratios not in self._factors:
+            self._factors[ratios] = self._new_factors(ratios)
+        return self._factors[ratios]
+
+    @torch.inference_mode(False)
+    def _new_factors(self, ratios: tuple[float, ...]) -> Tensor:
+        assert self._derived is not None
+        multiplier = self._derived.multiplier
+        first = torch.tensor(ratios).float().to(multiplier.device)
+        return torch.stack((first, first / multiplier))
 
     def join(self) -> Derived:
         """Join the members' weights, A's and biases where they are not, and renew derived tensors that are stale."""
@@ -291,7 +304,8 @@ class FusedGroup:
         self.join()
         if len(self.members) == 1:
             return []
-        self._variant(self.first.training, self.adapted)  # its factors come from the host
+        self._check_alike(self.first.training, self.adapted)
+        self._factors_of(self.adapted)  # they come from the host
         found = [(m._parameters["weight"], m._buffers["weight_scale_inv"]) for m in self.members]
         return [x for both in found for x in both if x is not None and both[1] is not None]
 
@@ -419,7 +433,7 @@ class FusedGroup:
         tensors: captured graphs read them at their addresses."""
         before = self._derived
         if before is None or [_form_of(t) for t in before] != [_form_of(t) for t in derived]:
-            self._derived, self._variants = derived, {}
+            self._derived, self._factors = derived, {}
             return
         # one member: the scales are its own tensors, and the multiplier stays 1
         if len(self.members) == 1:
@@ -428,9 +442,8 @@ class FusedGroup:
         for old, new in zip(before, derived, strict=True):
             if old is not None and new is not None and old is not new:
                 old.copy_(new)
-        for variant in self._variants.values():
-            if variant.factors is not None:
-                variant.factors[1] = variant.factors[0] / before.multiplier
+        for factors in self._factors.values():
+            factors[1] = factors[0] / before.multiplier
 
     def _capturing(self) -> bool:
         weight = self.first._parameters["weight"]

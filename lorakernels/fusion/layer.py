@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd import fp8_attention
+from lorakernels.autograd import fp8_attention, graphed_attention
 from lorakernels.autograd.attention import (
     FP8,
+    GRAPH,
     SHORT,
     attend,
     attend_capped,
@@ -274,10 +275,13 @@ def _attended(
     name = parts.chosen.get(key)
     if starts is not None:
         if name is None:
-            name = parts.chosen[key] = choose_packed(parts.attention, q, k, v, short)
-        return attend_packed(name, q, k, v, starts, longest, parts.heads.scale), None
+            name = parts.choose(key, choose_packed(parts.attention, q, k, v, short))
+        how = longest, parts.heads.scale
+        if name == GRAPH and graphed_attention.has_no_room(q, k, v, len(starts) - 1, *how):
+            name = parts.choose((*key, "no room"), choose_packed(parts.attention, q, k, v, short))
+        return attend_packed(name, q, k, v, starts, *how), None
     if name is None:
-        name = parts.chosen[key] = choose(parts.attention, q, k, v, mask, causal)
+        name = parts.choose(key, choose(parts.attention, q, k, v, mask, causal))
     if name == FP8:
         return fp8_attention.attend_rows(q, k, v, parts.heads.scale)
     return attend(name, q, k, v, mask, causal, parts.heads.scale), None

@@ -13,6 +13,8 @@ from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.fusion.over_ranks import Context, Over
 
+MOST_CHOSEN = 1024  # backends that a layer remembers, by shapes
+
 
 @dataclass(eq=False)
 class Parts:
@@ -71,6 +73,13 @@ class Parts:
     @property
     def flat(self) -> bool:
         return self.over is not None and self.over.flat
+
+    def choose(self, key: tuple[Any, ...], name: str) -> str:
+        """Keep the backend `name` in `chosen`, which is made anew when it has `MOST_CHOSEN`."""
+        if len(self.chosen) >= MOST_CHOSEN:
+            self.chosen.clear()
+        self.chosen[key] = name
+        return name
 
     @property
     def groups(self) -> tuple[FusedGroup, ...]:

@@ -24,14 +24,13 @@ class Derived(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """Values that depend on the mode (training or eval) and on the active adapters.
+    """Numbers that depend on the mode (training or eval), on the active adapters and on the rows that a rank has.
 
     `masks` holds, for each adapter, the index of the adapter that draws its mask; one entry if one mask serves all.
     """
 
     spec: LoRASpec
     ranks: tuple[int, ...]
-    factors: Tensor | None
     drops: bool
     masks: tuple[int, ...]
 

@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lorakernels.autograd import graphed_attention as graphed
 from lorakernels.autograd.attention import (
+    GRAPH,
     LONG,
     Segments,
     attend_segments,
@@ -177,6 +179,9 @@ def _heads(both: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
+_Key = tuple[torch.dtype, int, bool, bool, bool]
+
+
 class ContextAttention:
     """Attention of one model's rows over `ranks`, through `attention`: a backend's name, or "auto".
 
@@ -191,7 +196,7 @@ class ContextAttention:
 
     def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
         self.ranks, self.size, self.attention, self.begin = ranks, ranks.size, attention, begin
-        self.chosen: dict[tuple[torch.dtype, int, bool, bool, bool], str] = {}
+        self.chosen: dict[_Key, str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextAttention:
         return ContextAttention(self.ranks, self.attention, copy.deepcopy(self.begin, memo))
@@ -229,15 +234,27 @@ class ContextAttention:
             whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
             return whole
         k, v = _Gather.apply(k, v, chunks, self.ranks)
-        if not self.chosen.get(key):
-            self.chosen[key] = choose_segments(self.attention, q, k, v, longest >= LONG)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
         outs = []
         for part, begin in zip(q.chunk(2, 2), chunks.begins, strict=True):
             segments = chunks.segments(starts, rows, begin, longest)
-            outs.append(attend_segments(self.chosen[key], part, k, v, segments, scale))
+            name = self._of_segments(key, (part, k, v), segments, scale)
+            outs.append(attend_segments(name, part, k, v, segments, scale))
         return torch.cat([out.transpose(1, 2) for out in outs], 1).transpose(1, 2)
+
+    def _of_segments(
+        self, key: _Key, qkv: tuple[Tensor, Tensor, Tensor], segments: Segments, scale: float
+    ) -> str:
+        """What attends to segments. Graphs that this process will not build are chosen for anew each time."""
+        name, wanted, long = self.chosen.get(key), self.attention, key[3]
+        if not name:
+            name = self.chosen[key] = choose_segments(wanted, *qkv, long)
+        if name == GRAPH:
+            longest = segments.longest_q, segments.longest_k
+            if graphed.has_no_room(*qkv, len(segments.q) - 1, longest, scale):
+                return choose_segments(wanted, *qkv, long)
+        return name
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> str:
         """What attends to rows of one document in squares and rectangles, fast; "" where they are taken as segments."""

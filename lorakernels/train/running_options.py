@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from lorakernels.train.errors import OptionError
 from lorakernels.train.option_fields import about, option
+from lorakernels.train.unique_names import NameTwice, load_json
 
 # These take the learning rate from the device and skip a bad step there, so that a graph of a whole step holds them.
 CAPTURED_OPTIMS = ("adamw_torch_fused", "sgd")
@@ -130,7 +130,9 @@ class RunningOptions:
         if text is None:
             return {}
         try:
-            found = json.loads(text)
+            found = load_json(text)
+        except NameTwice as error:
+            raise OptionError(f"lr_scheduler_kwargs: {error}") from error
         except ValueError as error:
             raise OptionError(f"lr_scheduler_kwargs is not JSON: {error}") from error
         if not isinstance(found, dict):

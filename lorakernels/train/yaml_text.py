@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from lorakernels.train.errors import require
+from lorakernels.train.unique_names import twice
 
 MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which may bring several mappings, one after the other
 
@@ -26,16 +27,14 @@ def _check_names(yaml: Any, node: Any, seen: set[int]) -> None:
     if id(node) in seen or isinstance(node, yaml.ScalarNode | None):
         return
     seen.add(id(node))
-    names: set[str] = set()
+    keys = []
     for child in node.value:
         for part in child if isinstance(child, tuple) else (child,):
             _check_names(yaml, part, seen)
         if isinstance(child, tuple) and isinstance(child[0], yaml.ScalarNode):
-            name = child[0].value
-            if child[0].tag == MERGE:
-                continue
-            if name in names:
-                raise yaml.MarkedYAMLError(
-                    problem=f"found {name!r} twice in one mapping", problem_mark=child[0].start_mark
-                )
-            names.add(name)
+            keys += [child[0]] if child[0].tag != MERGE else []
+    for name in twice(key.value for key in keys):
+        again = [key.start_mark for key in keys if key.value == name][1]
+        raise yaml.MarkedYAMLError(
+            problem=f"found {name!r} twice in one mapping", problem_mark=again
+        )

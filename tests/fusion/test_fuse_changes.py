@@ -296,9 +296,7 @@ def test_what_is_derived_stays_where_a_captured_graph_reads_it() -> None:
 
     def derived() -> list[Tensor]:
         found = [t for g in groups for t in g._derived if t is not None]
-        return found + [
-            v.factors for g in groups for v in g._variants.values() if v.factors is not None
-        ]
+        return found + [factors for g in groups for factors in g._factors.values()]
 
     before = derived()
     assert len(before) > 8

@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from lorakernels import DelayedScaling, apply_lora
+from lorakernels.autograd import graphed_attention as graphed
 from lorakernels.autograd.attention import attend_packed
 from lorakernels.config import LoRAConfig
+from lorakernels.fusion import parts
+from lorakernels.kernels.cudnn import attention as kernel
+from lorakernels.kernels.cudnn.form import Form
 from tests.fusion.fused_models import (
     BEHIND,
     FP32,
@@ -82,6 +86,57 @@ def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPat
     twin(x, **packed)
     assert told == [12, 12, 24, 24]
     assert len(twin.model.layers[0]._fused.chosen) == 2
+
+
+def test_a_layer_remembers_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "MOST_CHOSEN", 3)
+    plain = adapted()
+    twin, _ = fused_copy(plain)
+    for length in range(2, 12):
+        x = tokens(1, length)
+        found, expected = (model(x, use_cache=False).logits for model in (twin, plain))
+        torch.testing.assert_close(found, expected, rtol=FP32, atol=FP32)
+        assert 1 <= len(twin.model.layers[0]._fused.chosen) <= 3
+
+
+def test_packed_rows_get_another_backend_where_no_more_graphs_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs are for rounded numbers of documents and of tokens of the longest, and the choice is for any of them."""
+    taken: list[str] = []
+    built: set[tuple[int, int]] = set()
+
+    def choose_packed(*arguments: object) -> str:
+        return "cudnn_graph" if len(built) < 2 else "torch"
+
+    def attend(name, q, k, v, starts, longest, scale):  # type: ignore[no-untyped-def]
+        taken.append(name)
+        if name == "cudnn_graph":
+            built.add((kernel.rounded(len(starts) - 1), longest))
+        return attend_packed("torch", q, k, v, starts, longest, scale)
+
+    def is_built(form: Form, device: torch.device) -> bool:
+        return (form.rows, form.longest) in built
+
+    monkeypatch.setattr("lorakernels.fusion.layer.choose_packed", choose_packed)
+    monkeypatch.setattr("lorakernels.fusion.layer.attend_packed", attend)
+    monkeypatch.setattr(graphed, "MOST", 2)
+    monkeypatch.setattr(kernel, "built", lambda: len(built))
+    monkeypatch.setattr(kernel, "is_built", is_built)
+    twin, _ = fused_copy(adapted())
+    x = tokens(2, 256)
+
+    def run_with(documents: int) -> list[str]:
+        taken.clear()
+        starts = torch.linspace(0, 512, documents + 1, dtype=torch.int32)
+        twin(x, use_cache=False, cu_seq_lens_q=starts, max_length_q=128)
+        return taken
+
+    layers = len(twin.model.layers)
+    assert run_with(4) == run_with(8) == ["cudnn_graph"] * layers
+    assert run_with(16) == ["torch"] * layers
+    assert run_with(8) == ["cudnn_graph"] * layers
+    assert sorted(twin.model.layers[0]._fused.chosen.values()) == ["cudnn_graph", "torch"]
 
 
 def test_attention_is_chosen_anew_for_deterministic_algorithms() -> None:

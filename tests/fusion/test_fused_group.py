@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, ops, unfuse
+from lorakernels.fusion.group import MOST_VARIANTS
 from lorakernels.modules.frozen import quantize_weight
+from lorakernels.values import RowChunks
 from tests.fusion.fused_models import (
     ATTENTION,
     FP32,
@@ -75,6 +77,21 @@ def test_scales_written_in_place_are_renewed_where_graphs_read_them(recipe: obje
         after = group.join()
         assert [None if t is None else t.data_ptr() for t in after] == at
         assert torch.equal(after.scale_inv, 2 * scale)
+
+
+def test_a_group_keeps_few_lengths_of_rows_and_one_tensor_for_all() -> None:
+    """Ranks that share rows give adapters other chunks for each length. Captured graphs read what is on the device."""
+    model = adapted(targets=LINEARS, fp8=DelayedScaling(), lora_dropout=0.1)
+    fuse(model)
+    group, factors = model.model.layers[0]._fused.qkv, set()
+    for size in [*range(1, 3 * MOST_VARIANTS), 1]:
+        for member in group.members:
+            member.chunks = RowChunks(0, 1, size)
+        to, _ = group.call()
+        assert to.spec.chunks == (0, 1, size) and to.masks[0].chunks == (0, 1, size)
+        factors.add(id(to.factors))
+        assert len(group._variants) <= MOST_VARIANTS
+    assert len(factors) == 1
 
 
 @pytest.mark.parametrize("zero", ["k_proj", "up_proj"])

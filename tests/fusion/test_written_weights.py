@@ -204,7 +204,7 @@ def test_a_renewed_layer_asks_the_host_for_nothing(
     def factors(*_: object) -> None:
         raise AssertionError("made by the forward that a capture records")
 
-    monkeypatch.setattr(FusedGroup, "_factors", factors)
+    monkeypatch.setattr(FusedGroup, "_new_factors", factors)
     loss_of(run.model, run.x, run.angles)
 
 

@@ -21,6 +21,7 @@ from lorakernels.autograd.attention import (
     segments_mask,
 )
 from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
+from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
 from lorakernels.parallel import context_attention
 from lorakernels.parallel.context_attention import Chunks, ContextAttention
@@ -251,6 +252,43 @@ def test_long_documents_are_attended_to_by_graphs_and_short_ones_by_flash(
         attention.attend(q, q, q, (starts, longest), 0.25)
     attention.attend(q, q, q, (None, 1), 0.25)
     assert asked == [("flash", False), ("flash", True), ("flash", True)]
+
+
+def test_segments_get_another_backend_where_no_more_graphs_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A choice is for rows of any length, and graphs are for few lengths each. Those that are built serve on."""
+    taken: list[str] = []
+    built: set[Any] = set()
+
+    def attend(name: str, q: Tensor, *rest: Any) -> Tensor:
+        taken.append(name)
+        if name == "cudnn_graph":
+            built.add(kernel.many(q.shape[2]))
+        return q
+
+    monkeypatch.setattr(graphed, "why_not_here", lambda _: "")
+    monkeypatch.setattr(graphed, "MOST", 2)
+    monkeypatch.setattr(kernel, "built", lambda: len(built))
+    monkeypatch.setattr(kernel, "is_built", lambda form, _: form.tokens in built)
+    monkeypatch.setattr(context_attention, "attend_segments", attend)
+    alone: Any = SimpleNamespace(rank=0, size=1, rows=OneRow())
+
+    def run(attention: ContextAttention, tokens: int) -> list[str]:
+        taken.clear()
+        starts = torch.tensor([0, 3, tokens], dtype=torch.int32)
+        q = torch.randn(1, 2, tokens, 64, dtype=torch.bfloat16)
+        attention.attend(q, q, q, (starts, tokens), 0.25)
+        return [*taken]
+
+    attention = ContextAttention(alone, "cudnn_graph", lambda tokens: None)
+    for tokens in (256, 512):
+        assert run(attention, tokens) == ["cudnn_graph"] * 2
+    with pytest.raises(ValueError, match="graphs for 1 shapes are built already; try 'auto'"):
+        run(attention, 1024)
+    attention.attention = "auto"
+    assert run(attention, 1024) == ["torch"] * 2
+    assert run(attention, 512) == ["cudnn_graph"] * 2
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,26 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
             b'[{"text": "a"}',
             "a.json line 1: expected a comma or ] after this value, found the end",
         ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "b", "n": 1, "text": "c"}\n',
+            "a.jsonl line 2: one object has 'text' twice: leave one of them",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a", "more": [{"n": 1, "m": {}, "n": 1, "m": 2}]}\n',
+            "a.jsonl line 1: one object has 'm', 'n' twice",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"},\n\n {"text": "b", "text": "b"}]',
+            "a.json line 3: one object has 'text' twice",
+        ),
+        (
+            "a.csv",
+            b'messages\n"[{""role"": ""user"", ""role"": ""system""}]"\n',
+            "a.csv line 2: the text under \"messages\": one object has 'role' twice",
+        ),
         ("a.json", b"[]", "a.json holds no text"),
         ("a.ndjson", b'{"txt": "a"}', "a.ndjson line 1: found only the fields ['txt']"),
         ("a.csv", b"id,text\n1,a\n2\n", "a.csv line 3: 1 cells, the header has 2 names"),

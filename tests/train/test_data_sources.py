@@ -183,6 +183,21 @@ def test_a_folder_without_data(tmp_path: Path) -> None:
         tokenize_files([tmp_path / "data"], tokenizer_with(None), tmp_path / "cache")
 
 
+@pytest.mark.parametrize("kind", ["json", "jsonl"])
+def test_rows_behind_one_with_a_name_twice_are_read(tmp_path: Path, kind: str) -> None:
+    path, rows = (
+        tmp_path / f"a.{kind}",
+        ['{"text": "a"}', '{"text": 1, "text": [3]}', '{"text": "b"}'],
+    )
+    path.write_text("\n".join(rows) if kind == "jsonl" else f"[{','.join(rows)}]")
+    file, tokenizer = (
+        tokens_of(path, tokenizer_with(None), skip_bad_rows=True),
+        tokenizer_with(None),
+    )
+    assert [shown(file, tokenizer, n) for n in (0, 1)] == ["⟦<bos>a<eos>⟧", "⟦<bos>b<eos>⟧"]
+    assert (file.files[0].documents, file.files[0].bad) == (2, 1)
+
+
 def test_a_list_that_was_cut_off_gives_its_whole_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROWS * 2, indent=1)[:-30])

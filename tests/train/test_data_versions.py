@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lorakernels.train.data import tokens
+from lorakernels.train.data import sources, tokens
 from lorakernels.train.data.formats import example_of
 from lorakernels.train.data.sources import Row
 from lorakernels.train.errors import CheckpointError, DataError
@@ -66,7 +67,21 @@ def test_other_tokens_of_a_row_are_another_version(tmp_path: Path) -> None:
     for row in ROWS:
         every = "; ".join(made(tmp_path / "a.jsonl", each, row) for each in tokenizers)
         found.append(hashlib.sha256(every.encode()).hexdigest()[:6])
-    assert (tokens.VERSION, " ".join(found)) == (3, FOUND)
+    assert (tokens.VERSION, " ".join(found)) == (4, FOUND)
+
+
+def test_tokens_of_a_name_that_stands_twice_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier version took the last of its values."""
+    tokenizer, file = tokenizer_with(None), tmp_path / "a.jsonl"
+    file.write_text('{"text": "a", "text": "b"}\n')
+    with monkeypatch.context() as earlier:
+        earlier.setattr(tokens, "VERSION", 3)
+        earlier.setattr(sources, "load_json", json.loads)
+        assert shown(tokens_of(file, tokenizer), tokenizer) == "⟦<bos>b<eos>⟧"
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: one object has 'text' twice"):
+        tokens_of(file, tokenizer)
 
 
 def test_tokens_of_an_earlier_version_are_not_read(

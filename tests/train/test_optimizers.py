@@ -162,7 +162,12 @@ def test_schedules_are_those_of_transformers_trainer(name: str) -> None:
 
 
 def test_arguments_that_a_schedule_does_not_have_are_named() -> None:
-    for text, said in (("{", "is not JSON"), ("[1]", "must be a JSON object")):
+    again = '{"power": 1, "power": 2}'
+    for text, said in (
+        ("{", "is not JSON"),
+        ("[1]", "must be a JSON object"),
+        (again, "lr_scheduler_kwargs: one object has 'power' twice"),
+    ):
         with pytest.raises(OptionError, match=said):
             FinetuneOptions(
                 lr_scheduler_type="cosine", lr_scheduler_kwargs=text

@@ -81,6 +81,11 @@ def built() -> int:
     return len(_GRAPHS)
 
 
+def is_built(form: Form, device: torch.device) -> bool:
+    """Whether the graph of forward is there."""
+    return (form, device.index, False) in _GRAPHS
+
+
 class Offsets(NamedTuple):
     """Where packed sequences begin.
 

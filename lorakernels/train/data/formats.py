@@ -13,13 +13,13 @@ keep a rendered text beside the fields that it was made of.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lorakernels.train.data.sources import Row, RowError
 from lorakernels.train.errors import DataError
+from lorakernels.train.unique_names import NameTwice, load_json
 
 ASSISTANT = "assistant"
 # ShareGPT's names of who speaks → roles of chat templates
@@ -147,7 +147,9 @@ def _list(row: Row, value: Any, field: str) -> list[Any]:
     """A list. A table's cell may hold it as JSON."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = load_json(value)
+        except NameTwice as error:
+            raise RowError(f'{row.where}: the text under "{field}": {error}') from error
         except (ValueError, RecursionError) as error:
             raise RowError(
                 f'{row.where}: the text under "{field}" is not a JSON list ({error})'
@@ -234,10 +236,10 @@ def _spoken(row: Row, message: dict[str, Any], field: str) -> dict[str, Any]:
 def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
     """A tool call as chat templates take it: {"type": "function", "function": {"name", "arguments": object}}."""
     try:
-        call = json.loads(call) if isinstance(call, str) else call
+        call = load_json(call) if isinstance(call, str) else call
         function = dict(call.get("function", call))
         if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = load_json(function["arguments"])
         if not isinstance(function["name"], str):
             raise TypeError("its name is not a string")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lorakernels.train.errors import DataError, require
+from lorakernels.train.unique_names import NameTwice, load_json, load_json_at, twice
 
 TEXT = ".txt"
 KINDS = {
@@ -268,7 +269,9 @@ def _lines(path: Path) -> Rows:
 
 def _parse(line: str, where: str) -> Any:
     try:
-        return json.loads(line)
+        return load_json(line)
+    except NameTwice as error:
+        raise RowError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also an integer of too many digits
         raise RowError(f"{where}: not a JSON object ({error})") from error
 
@@ -290,17 +293,17 @@ def _json(path: Path) -> Rows:
 
 def _elements(path: Path, text: str, at: int) -> Rows:
     """The elements of the list from `at` on. A file that was cut off gives those that are whole, and an error."""
-    decoder, line, counted = json.JSONDecoder(), 1, 0
+    line, counted = 1, 0
     at = _skip(text, at)
     while text[at : at + 1] != "]":
         line, counted = line + text.count("\n", counted, at), at
         where = f"{path} line {line}"
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = load_json_at(text, at)
         except (ValueError, RecursionError) as error:
             yield RowError(f"{where}: not a whole JSON value ({error})")
             return
-        yield Row(where, value)
+        yield RowError(f"{where}: {value}") if isinstance(value, NameTwice) else Row(where, value)
         at = _skip(text, at)
         if text[at : at + 1] == ",":
             at = _skip(text, at + 1)
@@ -354,10 +357,9 @@ def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
 
 def _check_header(where: str, names: Sequence[str]) -> None:
     """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
-    twice = sorted({name for name in names if name and names.count(name) > 1})
-    if twice:
+    if several := twice(filter(None, names)):
         raise DataError(
-            f"{where}: the header has several columns named {', '.join(map(repr, twice))}: give each another name"
+            f"{where}: the header has several columns named {', '.join(map(repr, several))}: give each another name"
         )
 
 

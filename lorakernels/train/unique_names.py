@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names that stand once: JSON, YAML and tables would silently keep the last of several values of one name."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+
+class NameTwice(ValueError):
+    """A JSON object has a name twice. The text is JSON, but which value is meant nobody can tell."""
+
+
+def twice(names: Iterable[str]) -> list[str]:
+    """The names that are there more than once, by alphabet."""
+    return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = ", ".join(repr(name) for name in twice(name for name, _ in pairs))
+        raise NameTwice(f"one object has {names} twice: leave one of them")
+    return found
+
+
+_UNIQUE = json.JSONDecoder(object_pairs_hook=_object)
+_ANY = json.JSONDecoder()
+
+
+def load_json(text: str) -> Any:
+    """The value that a text in JSON describes.
+
+    Raises:
+        NameTwice: an object in it, at any depth, has a name twice.
+        ValueError, RecursionError: it is not JSON, an integer has too many digits, or it is too deep.
+    """
+    return _UNIQUE.decode(text)
+
+
+def load_json_at(text: str, at: int) -> tuple[Any, int]:
+    """(the value that begins at `at`, where it ends). A NameTwice is the value that has one.
+
+    Raises:
+        ValueError, RecursionError: as for `load_json`.
+    """
+    try:
+        return _UNIQUE.raw_decode(text, at)
+    except NameTwice as error:
+        return error, _ANY.raw_decode(text, at)[1]
