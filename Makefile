@@ -25,9 +25,10 @@ demo: $(BUILT)
 PROCESSES ?= 2
 SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder)
 
-# Packages are built several times, with all kernels, a real model of 135M parameters is trained, and whole models and
-# benchmarks run on up to eight ranks: minutes that a change elsewhere does not need every time.
-LONG := tests/build/test_packaging.py tests/train/test_smollm2.py tests/benchmarks/parallel \
+# Packages are built several times, with all kernels, Triton's are compiled for four other GPUs, a real model of 135M
+# parameters is trained, and whole models and benchmarks run on up to eight ranks: minutes that a change elsewhere does
+# not need every time.
+LONG := tests/build/test_packaging.py tests/kernels/test_other_gpus.py tests/train/test_smollm2.py tests/benchmarks/parallel \
 	tests/benchmarks/models/test_quality_recipes.py tests/test_spread.py \
 	tests/distributed/test_tensor_models.py tests/distributed/test_pipeline.py \
 	tests/distributed/test_pipeline_context.py tests/train/test_pipeline_context_ranks.py \
