@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's tokens lie: the rows of the masks that its adapters draw, and the documents of all ranks' rows."""
+"""Where a rank's tokens lie: its chunks of whole rows, the rows of the masks that its adapters draw, and documents.
+
+What does not fit of a rank's rows is refused here.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,27 @@ from torch import Tensor, nn
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks
+from lorakernels.parallel.head import IGNORE
 from lorakernels.parallel.known_tokens import unknown
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.values import RowChunks
+
+NO_MASK = "attention_mask must be None over ranks: pass cu_seq_lens_q, or pad rows on the right"
+
+
+def chunks_of(ranks: Ranks, whole: Tensor) -> Chunks:
+    """This rank's chunks of whole rows [B, S, …].
+
+    Raises:
+        ValueError: S is no positive multiple of twice the number of ranks.
+    """
+    pieces = 2 * ranks.size
+    if whole.dim() < 2 or whole.shape[1] % pieces or not whole.shape[1]:
+        raise ValueError(
+            f"rows over {ranks.size} ranks must have a positive multiple of {pieces} tokens, found "
+            f"{tuple(whole.shape)}: pad them, with labels of {IGNORE}"
+        )
+    return Chunks.of(ranks, whole.shape[1] // ranks.size)
 
 
 class OwnChunks:
@@ -40,6 +61,24 @@ class OwnChunks:
         """
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         self.of(x.shape[1])
+
+
+def refused(rows: Tensor, inputs: dict[str, Any]) -> str:
+    """What is wrong with the call of a model whose rows are over ranks; "" if nothing.
+
+    Args:
+        rows: [B, S/n, …], this rank's tokens.
+        inputs: what else the call has.
+    """
+    if rows.dim() < 2:
+        return f"rows must be [B, S/n] or [B, S/n, H], found {list(rows.shape)}"
+    if inputs.get("position_ids") is None:
+        return "position_ids must be given: the model sees this rank's tokens, ContextParallel.shard(positions)"
+    if inputs.get("attention_mask") is not None:
+        return NO_MASK
+    if rows.shape[1] % 2 or not rows.shape[1]:
+        return f"a rank has two chunks of a row, found {rows.shape[1]} tokens: cut rows by ContextParallel.shard"
+    return ""
 
 
 def check_places(

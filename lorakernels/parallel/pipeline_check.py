@@ -19,7 +19,8 @@ from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.holder import is_held, is_split
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.parallel import comm
-from lorakernels.parallel.context import NO_MASK, ContextParallel
+from lorakernels.parallel.context import ContextParallel
+from lorakernels.parallel.context_rows import NO_MASK
 from lorakernels.parallel.layers import GRAPHS, decoder_layers, managed_by_graphs
 from lorakernels.parallel.pipeline_stages import ROWS, Absent, Places, Stage
 from lorakernels.parallel.tensor_check import checksum

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import PhiloxState, fuse
-from lorakernels.parallel import ContextParallel, comm, context_parallel
-from lorakernels.parallel import context as context_module
+from lorakernels.parallel import ContextParallel, comm, context_changes, context_parallel
 from tests.distributed.context_models import LENGTH, Way, batch, make
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import an_adapter
@@ -126,7 +125,7 @@ def failing(rank: int, device: torch.device, fuses: bool) -> tuple[str, bool, bo
         fuse(model)
     before, raised = held(model), MemoryError("no memory") if rank else None
     with (
-        mock.patch.object(context_module, "share_state", side_effect=raised),
+        mock.patch.object(context_changes, "share_state", side_effect=raised),
         pytest.raises(Exception, match="no memory") as error,
     ):
         context_parallel(model, mesh)
