@@ -2,8 +2,8 @@
 """Pipeline parallelism: each rank has some of a model's decoder layers, and torch's engine runs them as stages.
 
 The engine is torch.distributed.pipelining: its stages and its 1F1B schedules. Sends are torch's, by NCCL or gloo, or
-those of pipeline_peers.py. This file cuts the model, and keeps losses, gradients, masks and FP8 scales those of one
-process that accumulates over microbatches.
+those of pipeline_peers.py. This file cuts the model, and runs steps whose losses, gradients, masks and FP8 scales are
+those of one process that accumulates over microbatches.
 
 With `context_parallel` after the cut, several ranks have a stage together, each with some of every row's tokens.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,33 +31,35 @@ from lorakernels.parallel.pipeline_check import (
     check_inputs,
     check_numbers,
     check_ranks,
-    check_running,
-    check_shapes,
-    dtype_of,
     fingerprint,
     generators,
     own_inputs,
     places_of,
-    slots_before,
     states_of,
 )
 from lorakernels.parallel.pipeline_cut import Cut, stages_of
-from lorakernels.parallel.pipeline_engine import Sent, as_it_was, engine
+from lorakernels.parallel.pipeline_engine import as_it_was, engine
+from lorakernels.parallel.pipeline_own import OwnStages
 from lorakernels.parallel.pipeline_stages import (
     Batch,
-    Draws,
     LayerDraws,
     Microbatch,
     Stage,
     microbatches_of,
     shifted,
 )
+from lorakernels.parallel.pipeline_whole import (
+    clip_grad_norm_,
+    filled,
+    gathered,
+    initial,
+    trained,
+)
 from lorakernels.parallel.tensor_check import check_equal
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.state.philox import PhiloxState
 
 _OF_MODEL = "pipeline_parallel"
-_INITIAL = (".lora_A_init", ".lora_B_init")
 
 
 class PipelineParallel:
@@ -84,16 +87,11 @@ class PipelineParallel:
     def __init__(
         self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int], by: tuple[str, str]
     ) -> None:
-        self.model, self.microbatches, self._cut, self._slots = model, microbatches, cut, slots
+        self.model, self.microbatches, self._cut = model, microbatches, cut
         self.ranks, self.stages = cut.ranks, cut.stages
         self.transport, self._why = by
-        count = len(cut.stages)
-        self._own = [
-            Stage(model, cut.places, cut.stages[i], i, count)
-            for i in range(cut.ranks.rank, count, cut.ranks.size)
-        ]
+        self._own = OwnStages(model, cut, slots)
         self._schedules: dict[bool, tuple[Any, Any]] = {}
-        self._layer_draws = LayerDraws(slots_before(model, slots, self._own))
         cut.mark(model)
         vars(model)[_OF_MODEL] = self
 
@@ -124,18 +122,12 @@ class PipelineParallel:
 
         The model's first layers have none, up to the first one that trains.
         """
-        found: dict[str, nn.Module] = {}
-        for stage in self._own:
-            for path in stage.own:
-                layer = self.model.get_submodule(path)
-                if found or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
-                    found[path] = layer
-        return found
+        return self._own.layers
 
     @property
     def rng_states(self) -> list[LayerDraws]:
         """For a GraphManager of `layers`, with `offsets` set: where each layer draws. Empty without dropout."""
-        return [self._layer_draws] if any(self._slots) else []
+        return [self._own.layer_draws] if self._own.has_dropout else []
 
     own_layers_alone = staticmethod(pipeline_cut.own_layers_alone)
     elsewhere = staticmethod(pipeline_cut.elsewhere)
@@ -181,38 +173,26 @@ class PipelineParallel:
         `torch.nn.utils.clip_grad_norm_` sees this rank's gradients alone, and would scale each rank otherwise. Over
         shared rows `ContextParallel.reduce_gradients` comes first: until then ranks have other gradients.
         """
-        device = next(self.model.parameters()).device
-        grads = [p.grad for _, p in self._trained() if p.grad is not None]
-        total = torch.zeros(1, device=device)
-        for g in grads:
-            total += g.float().square().sum()
-        comm.all_reduce(self.ranks.group, total)
-        norm = total.sqrt()[0]
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for g in grads:
-            g.mul_(factor)
-        return norm
+        return clip_grad_norm_(self.model, self.ranks.group, max_norm)
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: value} of the trained parameters of all stages, on the CPU, in the model's order."""
-        return self.gathered({n: p.detach() for n, p in self._trained()})
+        return self.gathered({n: p.detach() for n, p in trained(self.model).items()})
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """Collective: {name: gradient} of the trained parameters of all stages that have one, on the CPU."""
-        return self.gathered({n: p.grad for n, p in self._trained() if p.grad is not None})
+        return self.gathered(
+            {n: p.grad for n, p in trained(self.model).items() if p.grad is not None}
+        )
 
     def gathered(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
         """Collective: {name: tensor} of all ranks' `own`, on the CPU. Trained parameters come in the model's order."""
-        found: dict[str, Tensor] = {}
-        for part in comm.agree(self.ranks.group, {n: x.cpu() for n, x in own.items()}):
-            found |= part
-        order = {name: i for i, name in enumerate(self._cut.names)}
-        return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+        return gathered(self._cut, own)
 
     def whole_values(self) -> dict[str, Tensor]:
         """Collective: `whole_adapters`, and the initial adapters of OLoRA and PiSSA, for `whole`."""
-        initial = {n: b for n, b in self.model.named_buffers() if n.endswith(_INITIAL)}
-        return self.gathered({n: p.detach() for n, p in self._trained()} | initial)
+        own = {n: p.detach() for n, p in trained(self.model).items()}
+        return self.gathered(own | initial(self.model))
 
     @contextmanager
     def whole(self, values: dict[str, Tensor]) -> Iterator[None]:
@@ -220,23 +200,12 @@ class PipelineParallel:
 
         Nothing in it runs. `save_adapter` takes it for a model of one process.
         """
-        before: list[tuple[dict[str, Any], str, Tensor]] = []
-        with self.structure():
-            for path, value in values.items():
-                where, _, name = path.rpartition(".")
-                module = self.model.get_submodule(where)
-                is_buffer = name in module._buffers
-                held: dict[str, Any] = module._buffers if is_buffer else module._parameters
-                if held[name].is_meta:
-                    before.append((held, name, held[name]))
-                    held[name] = value if is_buffer else nn.Parameter(value)
+        with filled(self.model, self._cut, values):
             del vars(self.model)[_OF_MODEL]
             try:
                 yield
             finally:
                 vars(self.model)[_OF_MODEL] = self
-                for held, name, on_meta in before:
-                    held[name] = on_meta
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -250,30 +219,28 @@ class PipelineParallel:
         """Inside, the model has all modules by their names, those of other ranks without values (on meta)."""
         return self._cut.structure()
 
-    def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         context, ranks, group = self.context, 1, self.ranks.group
-        asked = Asked(labels, items, inputs, trains, self._how())
+        asked = Asked(labels, items, inputs, trains, self._own.how)
 
         def check() -> None:
             check_inputs(asked, self.microbatches, context is not None)
             refuse_unknown(self.model, inputs["input_ids"], labels)
-            self._refuse()
+            self._own.refuse(self.offsets)
 
         if context is not None:
             together = self.together if context.checks_places else nullcontext
             inputs = own_inputs(context, group, together, asked, check)
             ranks = context.ranks.size
         elif self.checks_inputs:
-            check_agreed(self._groups(), asked, check)
+            check_agreed(self._own.groups(), asked, check)
         else:
             check()
         wanted = shifted(labels)
         count = (wanted != IGNORE).sum().clamp(min=1) if items is None else items
         wanted = wanted if context is None else context.shard(wanted)
-        return self._run(microbatches_of(wanted, inputs, self.microbatches, ranks), count, trains)
+        parts = microbatches_of(wanted, inputs, self.microbatches, ranks)
+        return self._run(self._batch(parts, count), trains)
 
     def run(
         self,
@@ -296,26 +263,20 @@ class PipelineParallel:
             RuntimeError: as `forward_backward` does.
             ValueError: ranks have rows of other shapes or other modes, or another rank raised.
         """
+        refuse = partial(self._own.refuse, self.offsets)
         if self.checks_inputs:
             rows = [list(each.tokens.shape) for each in microbatches]
-            asked = f"backward {trains}; {self._how()}; microbatches of {rows}"
-            check_agreed(self._groups(), asked, self._refuse)
+            asked = f"backward {trains}; {self._own.how}; microbatches of {rows}"
+            check_agreed(self._own.groups(), asked, refuse)
         else:
-            self._refuse()
-        return self._run(microbatches, items, trains, begins)
+            refuse()
+        return self._run(self._batch(microbatches, items, begins), trains)
 
-    def _run(
-        self,
-        microbatches: Sequence[Microbatch],
-        items: Any,
-        trains: bool,
-        begins: Callable[[], None] | None = None,
-    ) -> Tensor:
-        device = next(self.model.parameters()).device
-        tokens = torch.cat([each.tokens for each in microbatches])
-        schedule = self._schedule(tokens, trains, device)
+    def _run(self, batch: Batch, trains: bool) -> Tensor:
+        tokens = torch.cat([each.tokens for each in batch.microbatches])
+        schedule = self._schedule((tokens.shape[0] // self.microbatches, tokens.shape[1]), trains)
         at = torch.arange(self.microbatches)
-        with self.begun(microbatches, items, begins) as own, as_it_was():
+        with self._own.begun(batch, self.offsets) as own, as_it_was():
             last = own[-1]
             try:
                 schedule.step(
@@ -328,7 +289,7 @@ class PipelineParallel:
                 # what other ranks sent is there, and is not of the next step
                 del self._schedules[trains]
                 raise
-        total = torch.zeros(1, device=device)
+        total = torch.zeros(1, device=self._own.device)
         for loss in last.losses:
             total += loss
         comm.all_reduce(self.ranks.group, total)
@@ -336,79 +297,34 @@ class PipelineParallel:
             comm.all_reduce(self.context.ranks.group, total)
         return total[0]
 
-    @contextmanager
     def begun(
         self,
         microbatches: Sequence[Microbatch],
         items: Any,
         begins: Callable[[], None] | None = None,
-    ) -> Iterator[list[Stage]]:
+    ) -> AbstractContextManager[list[Stage]]:
         """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, at)`.
 
         Masks are those of one process. Arguments are those of `run`.
         """
-        device = next(self.model.parameters()).device
-        items = torch.as_tensor(items, dtype=torch.float32, device=device)
-        slots = self._slots if self.model.training else []
-        own = [stage.index for stage in self._own]
-        replays = any("forward" in vars(layer) for layer in self.layers.values())
-        draws = Draws(slots, own, self.microbatches, self.offsets, replays)
-        for stage in self._own:
-            stage.begin(Batch(microbatches, items, self.loss_chunk, begins), draws)
-        try:
-            with nullcontext() if self.context is None else self.context.looked():
-                yield self._own
-        finally:
-            for stage in self._own:
-                stage.end()
+        return self._own.begun(self._batch(microbatches, items, begins), self.offsets)
 
-    def _sent(self) -> tuple[torch.device, torch.dtype]:
-        """Where this rank's stages are, and of what dtype is what they send."""
-        layer = self.model.get_submodule(self._own[0].own[0])
-        return next(self.model.parameters()).device, dtype_of(layer)
+    def _batch(
+        self,
+        microbatches: Sequence[Microbatch],
+        items: Any,
+        begins: Callable[[], None] | None = None,
+    ) -> Batch:
+        items = torch.as_tensor(items, dtype=torch.float32, device=self._own.device)
+        return Batch(microbatches, items, self.loss_chunk, begins)
 
-    def _how(self) -> str:
-        """What of this rank's model must be as on the other ranks of a step, in words."""
-        device, dtype = self._sent()
-        return f"{dtype} on {device.type}, training {self.model.training}"
-
-    def _groups(self) -> dict[str, Any]:
-        """Collective at its first call: {whom it has: a group of gloo's}, of ranks that must agree on a step."""
-        device = next(self.model.parameters()).device
-        groups = {"have stages": comm.on_host(self.ranks.group, device)}
-        if self.context is not None:
-            groups["share rows"] = comm.on_host(self.context.ranks.group, device)
-        return groups
-
-    def _refuse(self) -> None:
-        device = next(self.model.parameters()).device
-        if torch.compiler.is_compiling():
-            raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
-        for path in (path for stage in self._own for path in stage.own):
-            placed = path in self._layer_draws.placed
-            check_running(path, self.model.get_submodule(path), self.offsets, placed)
-
-    def _schedule(self, tokens: Tensor, trains: bool, device: torch.device) -> Any:
-        """torch's schedule over this rank's stages. It is made anew for another shape, device or dtype."""
-        shape = tokens.shape[0] // self.microbatches, tokens.shape[1]
-        kept, key = self._schedules.get(trains), (shape, *self._sent())
+    def _schedule(self, shape: tuple[int, int], trains: bool) -> Any:
+        """torch's schedule over this rank's stages. It is made anew for another shape [b, S], device or dtype."""
+        kept, key = self._schedules.get(trains), (shape, self._own.device, self._own.dtype)
         if kept is not None and kept[0] == key:
             return kept[1]
-        weight = None
-        if self._own[0].is_first:
-            embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
-            weight = embedding.weight.dtype
-        if self.context is not None:
-            with comm.together(self.ranks.group):
-                check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
-        found = comm.agree(self.ranks.group, (shape, weight))
-        check_shapes([other for other, _ in found], "have stages")
-        config: Any = self.model.config
-        width = config.get_text_config().hidden_size
-        sent = Sent((*shape, width), found[0][1], device, self.transport)
-        schedule = engine(self._own, sent, self.ranks, self.microbatches, trains)
+        sent = self._own.sent(shape, self.transport)
+        schedule = engine(self._own.stages, sent, self.ranks, self.microbatches, trains)
         self._schedules[trains] = key, schedule
         return schedule
 
