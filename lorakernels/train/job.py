@@ -219,7 +219,7 @@ def read_data(
     else:
         data = load_data(options, tokenizer, tokens, reporter.say, ranks)
     check_rows(data, ranks)  # the checks below then find the same on all ranks
-    check_vocabulary(config, data.max_token)
+    check_vocabulary(config, data.files)
     if (names := options.needs_held_out()) and not len(data.held):
         raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
     return data

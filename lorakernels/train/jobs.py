@@ -222,8 +222,8 @@ def load_jobs(
     identity["the order of jobs"] = [job.name for job in jobs]
     train = JobRows([data.train for data in found], options.seq_len)
     held = JobRows([data.held for data in found], options.seq_len, once=True)
-    most = max(data.max_token for data in found)
-    return RunData(train, held, identity, most)  # type: ignore[arg-type]
+    files = tuple(file for data in found for file in data.files)
+    return RunData(train, held, identity, files)  # type: ignore[arg-type]
 
 
 def add_jobs(model: nn.Module, jobs: Sequence[Job]) -> AdapterBatch:

@@ -8,7 +8,7 @@ model, and models that this job cannot train, stop the run within seconds. `chec
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, check_export
+from lorakernels.train.data.tokens import TokenFile
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
@@ -103,11 +104,15 @@ def check_length(config: Any, seq_len: int) -> None:
             )
 
 
-def check_vocabulary(config: Any, max_token: int) -> None:
-    if max_token >= config.vocab_size:
-        raise ModelError(
-            f"the tokenizer makes token {max_token}, the model knows {config.vocab_size}: they do not belong together"
-        )
+def check_vocabulary(config: Any, files: Iterable[TokenFile]) -> None:
+    """Raise ModelError for a token that the model of `config` has no embedding for: a GPU would only assert."""
+    for file in files:
+        token, known = file.max_token, config.vocab_size
+        if token >= known:
+            raise ModelError(
+                f"{file.place_of(token)}: the tokenizer makes token {token}, the model knows {known}: they do not "
+                "belong together"
+            )
 
 
 def _check_layers(config: Any) -> None:

@@ -233,7 +233,8 @@ def _free_groups_at_exit() -> None:
     """Groups that only cycles keep, such as that of a run, end while Python still runs.
 
     `destroy_process_group` does not end a group's threads of gloo's. One that releases a work's tensors while Python is
-    being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489).
+    being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489). `lorakernels.parallel` ends
+    groups where it was given one, which a run of replicas does not.
     """
     atexit.register(gc.collect)
 

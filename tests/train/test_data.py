@@ -141,6 +141,17 @@ def test_missing_file(tmp_path: Path, tokenizer: Any) -> None:
         tokenize_files([tmp_path / "nowhere.txt"], tokenizer, tmp_path)
 
 
+def test_a_token_is_found_in_the_document_that_has_it_first(tmp_path: Path, tokenizer: Any) -> None:
+    """Of the documents that a file gave: rows without text are none."""
+    one = file_of(tmp_path, "a.jsonl", b'{"text": "a"}\n{"text": " "}\n{"text": "b"}\n')
+    two = file_of(tmp_path, "b.jsonl", b'{"text": "a"}\n{"text": "ac"}\n{"text": "c"}\n')
+    found = tokenize_files([one, two], tokenizer, tmp_path / "cache")
+    places = [found.place_of(ord(letter)) for letter in "abc"]
+    assert places == [f"{one}, document 1", f"{one}, document 2", f"{two}, document 2"]
+    with pytest.raises(ValueError, match="no document has token 100"):
+        found.place_of(ord("d"))
+
+
 def test_tokens_are_the_documents(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,7 +224,7 @@ def test_ranks_with_other_data_are_refused(
 ) -> None:
     rows = rows_of([9, 9, 9], 24)
     ranks: Any = SimpleNamespace(from_first=lambda own: own | first, together=lambda work: work())
-    data = RunData(rows, rows, {"tokens": "2a", "eval_tokens": None}, 0)
+    data = RunData(rows, rows, {"tokens": "2a", "eval_tokens": None}, ())
     if said is None:
         check_rows(data, ranks)
         return

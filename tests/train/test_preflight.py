@@ -103,7 +103,7 @@ def test_graphs_of_a_step_are_refused_for_several_ranks_before_anything_is_loade
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(
-    cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path,
+    cli: Cli, base_args: list[str], data_file: Path, model_dir: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from transformers import LlamaConfig
@@ -115,7 +115,8 @@ def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(
     for loader in ("load_quantized", "load_model"):
         monkeypatch.setattr(adapted, loader, lambda *_, **__: pytest.fail("too late"))
     assert cli(*base_args, "--output", tmp_path / "out", "--model", model) == 1
-    assert "the tokenizer makes token 258, the model knows 258" in capsys.readouterr().err
+    said = f"{data_file}, document 1: the tokenizer makes token 258, the model knows 258"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

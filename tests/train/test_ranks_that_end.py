@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ def drive(rank: int, where: dict[str, str], end: str, arguments: list[list[str]]
                 os.kill(os.getpid(), signal.SIGTERM)
             if end == "raises":
                 raise MemoryError("no memory for this rank's rows")
+            if end.startswith("runs out of memory"):
+                named = [(type(m).__name__, m) for m in self.model.modules()]
+                layers = [m for name, m in named if name.endswith("DecoderLayer")]
+                layers[-1].register_forward_hook(partial(run_out, end))
         if rank == 0 and self.counters.step == 2 and end == "killed beside one that computes":
             time.sleep(200)
         return real(self, stop)
@@ -59,6 +64,19 @@ def drive(rank: int, where: dict[str, str], end: str, arguments: list[list[str]]
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     sys.exit(run(parser.parse_args(arguments[rank])))
+
+
+def run_out(end: str, layer: object, args: object, output: Any) -> None:
+    """A hook of a layer that raises as torch does where a GPU is full: behind forward, or before backward."""
+
+    def fail(_: object) -> None:
+        raise torch.OutOfMemoryError("no memory for this rank's rows")
+
+    if end.endswith("forward"):
+        fail(None)
+    hidden = output if isinstance(output, torch.Tensor) else output[0]
+    if hidden.requires_grad:
+        hidden.register_hook(fail)
 
 
 def end_of(
@@ -119,6 +137,10 @@ KILLED = -signal.SIGKILL
         ("killed", KILLED, PARTS),
         ("raises", 1, PARTS),
         ("hangs", KILLED, PARTS),
+        ("runs out of memory in forward", 1, SHARDED),
+        ("runs out of memory in backward", 1, WHOLE),
+        ("runs out of memory in backward", 1, STAGES),
+        ("runs out of memory in backward", 1, PARTS),
     ],
     ids=lambda value: {
         WHOLE: "whole",

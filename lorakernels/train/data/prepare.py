@@ -28,13 +28,13 @@ class RunData:
     Attributes:
         train, held: rows to train on and to evaluate.
         identity: what a run that goes on must find again.
-        max_token: the largest token id.
+        files: the tokens that the rows are of.
     """
 
     train: PackedRows
     held: PackedRows
     identity: dict[str, str | None]
-    max_token: int
+    files: tuple[TokenFile, ...]
 
 
 def set_chat_template(tokenizer: Any, path: str | None) -> None:
@@ -78,8 +78,8 @@ def load_data(
     for line in preview(tokens, tokenizer):
         say(line)
     identity = {"tokens": tokens.path.name, "eval_tokens": held.path.name if held else None}
-    max_token = max(tokens.max_token, held.max_token if held else 0)
-    return RunData(train_rows, held_rows, identity, max_token)
+    files = (tokens,) if held is None else (tokens, held)
+    return RunData(train_rows, held_rows, identity, files)
 
 
 def check_rows(data: RunData, ranks: Ranks) -> None:

@@ -127,6 +127,16 @@ class TokenFile:
         """int64 [n_documents]: the place in --data that each document comes from."""
         return self._by_file([file.entry for file in self.files], np.int64)
 
+    def place_of(self, token: int) -> str:
+        """The data file that has `token` first, and which of the documents that it gave. ValueError: none has it."""
+        found = np.flatnonzero(self.tokens == token)
+        if not len(found):
+            raise ValueError(f"no document has token {token}")
+        number = int(np.searchsorted(self.docs, found[0], "right")) - 1
+        ends = np.cumsum([file.documents for file in self.files])
+        file = int(np.searchsorted(ends, number, "right"))
+        return f"{self.files[file].name}, document {number + 1 - ends[file] + self.files[file].documents}"
+
     def _by_file(self, values: list[Any], dtype: Any) -> Any:
         return np.repeat(np.asarray(values, dtype), [file.documents for file in self.files])
 
