@@ -34,7 +34,7 @@ class Asked(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What is computed from, of this rank's tokens.
+    """What the loss is computed from, of this rank's tokens.
 
     Attributes:
         inputs: of the model.
