@@ -58,7 +58,7 @@ def joules_of(step: Callable[[], object], device: torch.device, seconds: float =
     steps = _Steps(step, device)
     first = steps.until_it_moves(0.0)
     before = steps.done
-    last = steps.until_it_moves(seconds)
+    last = steps.until_it_moves(max(seconds, 50 * steps.seconds))  # a count is off by a step or two
     synchronize(device)
     return (last - first) / (steps.done - before)
 
@@ -75,7 +75,8 @@ class _Steps:
         for _ in range(4):
             step()
         synchronize(device)
-        self.batch = math.ceil(BATCH_SECONDS * 4 / max(time.perf_counter() - began, 1e-9))
+        self.seconds = max(time.perf_counter() - began, 1e-9) / 4
+        self.batch = math.ceil(BATCH_SECONDS / self.seconds)
         self.ahead = self._enqueue()
 
     def _enqueue(self) -> torch.cuda.Event | None:

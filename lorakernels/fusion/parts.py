@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from lorakernels.autograd.attention import GRAPH
 from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload
@@ -75,9 +76,15 @@ class Parts:
         return self.over is not None and self.over.flat
 
     def choose(self, key: tuple[Any, ...], name: str) -> str:
-        """Keep the backend `name` in `chosen`, which is made anew when it has `MOST_CHOSEN`."""
+        """Keep the backend `name` in `chosen`, which forgets when it has `MOST_CHOSEN`.
+
+        It forgets shapes of cuDNN's graphs last: once a process has as many graphs as it may have, they are not chosen
+        anew for shapes whose graphs exist.
+        """
         if len(self.chosen) >= MOST_CHOSEN:
-            self.chosen.clear()
+            others = [each for each, backend in self.chosen.items() if backend != GRAPH]
+            for each in others or [*self.chosen]:
+                del self.chosen[each]
         self.chosen[key] = name
         return name
 

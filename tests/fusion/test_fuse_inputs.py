@@ -99,6 +99,19 @@ def test_a_layer_remembers_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 1 <= len(twin.model.layers[0]._fused.chosen) <= 3
 
 
+def test_shapes_of_graphs_are_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once no more graphs are built, a shape whose graph exists would get another backend, or be refused."""
+    monkeypatch.setattr(parts, "MOST_CHOSEN", 3)
+    twin, _ = fused_copy(adapted())
+    layer = twin.model.layers[0]._fused
+    for key, name in enumerate(("cudnn_graph", "packed", "packed", "flash")):
+        layer.choose((key,), name)
+    assert layer.chosen == {(0,): "cudnn_graph", (3,): "flash"}
+    for key in range(4, 8):
+        layer.choose((key,), "cudnn_graph")
+    assert layer.chosen == {(6,): "cudnn_graph", (7,): "cudnn_graph"}
+
+
 def test_packed_rows_get_another_backend_where_no_more_graphs_are_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
