@@ -12,7 +12,7 @@ SLOWER = {
     ("fp8_grad_input", "cublaslt"): 1.1,
     ("fp8_linear_lora", "cublaslt"): 1.1,
     ("lora_grad_a", "torch"): 5.7,
-    ("quantize_grad", "torch"): 9.0,
+    ("quantize_grad", "torch"): 9.1,
     ("quantize_lora_down", "torch"): 12.0,
     ("rms_norm_quantize", "torch"): 29.0,
     ("rms_norm_backward", "torch"): 16.0,
