@@ -13,10 +13,8 @@ SWIGLU, NORMS = "SwiGLU and its gradient", "norms, RoPE and their gradients"
 ADAPTERS, TURNED = "quantize_grad, LoRA-down, dA", "transpositions of W"
 REST, ATTENTION = "scales, dropout's slots, sums", "attention, bf16"
 BF16, FP8 = "head and loss, bf16", "head and loss, FP8"
-PEAK, DEPTH = (
-    1024,
-    8192,
-)  # cycles of the tensor cores for 128 of depth; a depth that is looked at alone
+PEAK = 1024  # cycles of the tensor cores for 128 of depth
+DEPTH = 8192  # that is looked at alone
 OTHER, TOGETHER = "gradients added, optimizer, gaps", "measured parts together"
 SECOND = "second forwards of checkpointed layers"
 OFFLOADED: dict[str, object] = {
