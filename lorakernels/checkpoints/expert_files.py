@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.checkpoints.shards import Source, TensorInfo
+from lorakernels.modules.expert_classes import STACKED
 from lorakernels.modules.experts import LoRAExperts, stacked_experts, unstack_owner
 
 _PART = re.compile(
@@ -46,11 +47,20 @@ def with_experts(source: Source, model: nn.Module, block: tuple[int, ...]) -> So
 
     Raises:
         ValueError: an expert's gate is there without its up projection, or differs from it in shape or dtype. Or the
-            rows of a block-FP8 gate are no multiple of the block's.
+            rows of a block-FP8 gate are no multiple of the block's. Or LoRAExperts does not compute such experts.
     """
-    if not any(_PART.fullmatch(name) for name in source.tensors):
+    parts = expert_parts(source.tensors).values()
+    if not parts:
         return source
-    for path in stacked_experts(model):
+    owners = {part.layer.rsplit(".", 2)[0] for part in parts}
+    experts = stacked_experts(model)
+    for path, why_not in experts.items():
+        if why_not and path in owners:
+            raise ValueError(
+                f"the files have each expert of {path!r} apart, and LoRAExperts cannot take them: {STACKED[0]!r} "
+                f"{why_not}. Or load the model by transformers, and call apply_lora"
+            )
+    for path in (path for path, why_not in experts.items() if not why_not):
         unstack_owner(model, path)
     if not any(isinstance(module, LoRAExperts) for module in model.modules()):
         return source

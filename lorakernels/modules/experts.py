@@ -25,19 +25,10 @@ from torch._compile import _disable_dynamo
 
 from lorakernels.autograd.grouped_linear import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.modules.expert_classes import STACKED, why_not_experts
 from lorakernels.modules.expert_stack import stacked, why_not_stacked
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.ops.expert_route import routing as route
-
-STACKED = ("gate_up_proj", "down_proj")
-# What transformers' decorator of experts says of their layout, and what LoRAExperts computes
-_LAYOUT = {
-    "has_gate": True,
-    "has_bias": False,
-    "has_post_expert_norm": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-}
 
 
 class LoRAExperts(nn.Module):
@@ -46,6 +37,9 @@ class LoRAExperts(nn.Module):
     Attributes:
         gate_up_proj, down_proj: nn.ModuleList of E linear layers, H → 2 F and F → H.
         act_fn: between them, of the gate's half.
+
+    Raises:
+        TypeError: it computes something else than the module does (expert_classes.py).
     """
 
     gate_up_proj: nn.ModuleList
@@ -54,13 +48,15 @@ class LoRAExperts(nn.Module):
 
     def __init__(self, stacked: nn.Module) -> None:
         super().__init__()
+        if why_not := why_not_experts(stacked, STACKED[0]):
+            raise TypeError(f"LoRAExperts: {STACKED[0]!r} {why_not}")
         self.training = stacked.training
         self.act_fn = cast(Callable[[Tensor], Tensor], stacked.act_fn)
         for name in STACKED:
             layers = [_linear_over(weight) for weight in getattr(stacked, name).detach()]
             setattr(self, name, nn.ModuleList(layers).train(stacked.training))
-        # Its class and attributes, without parameters, for `stacked_again`; not a submodule
-        self._original = [_without_parameters(stacked)]
+        # Its class and attributes, without weights, for `stacked_again`; not a submodule
+        self._original = [_without_weights(stacked)]
 
     @property
     def num_experts(self) -> int:
@@ -109,7 +105,7 @@ class LoRAExperts(nn.Module):
     def _stacked(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x, routing = x.contiguous(), route(top_k_index.contiguous(), self.num_experts)
         gate_up = grouped_linear(x, routing, True, stacked(self.gate_up_proj))
-        if isinstance(self.act_fn, nn.SiLU) or self.act_fn is nn.functional.silu:
+        if _is_silu(self.act_fn):
             act = SwiGLU.apply(gate_up)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
@@ -131,8 +127,9 @@ class LoRAExperts(nn.Module):
         Raises:
             TypeError: a layer is not a plain nn.Linear.
         """
-        module = copy.copy(self._original[0])
-        module._parameters = {}
+        module: Any = copy.copy(self._original[0])
+        module._parameters, module._modules = {}, {}
+        module.act_fn = self.act_fn
         for name in STACKED:
             layers = list(getattr(self, name))
             if any(type(layer) is not nn.Linear for layer in layers):
@@ -140,7 +137,16 @@ class LoRAExperts(nn.Module):
             weight = torch.stack([layer.weight for layer in layers])
             trained = any(layer.weight.requires_grad for layer in layers)
             module.register_parameter(name, nn.Parameter(weight, requires_grad=trained))
-        return module.train(self.training)
+        module.train(self.training)
+        return cast(nn.Module, module)
+
+
+def _is_silu(act_fn: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the fused kernel may stand for it: a subclass, an own forward or a hook may compute something else."""
+    if type(act_fn) is not nn.SiLU:
+        return act_fn is nn.functional.silu
+    hooked = act_fn._forward_hooks or act_fn._forward_pre_hooks
+    return not hooked and "forward" not in vars(act_fn)
 
 
 def _linear_over(weight: Tensor) -> nn.Linear:
@@ -151,9 +157,10 @@ def _linear_over(weight: Tensor) -> nn.Linear:
     return layer
 
 
-def _without_parameters(module: nn.Module) -> nn.Module:
+def _without_weights(module: nn.Module) -> nn.Module:
     kept = copy.copy(module)
-    kept._parameters = {}
+    kept._parameters, kept._modules = {}, {}
+    vars(kept).pop("act_fn", None)  # a function
     return kept
 
 
@@ -205,31 +212,10 @@ def _stacked(model: nn.Module) -> Iterator[str]:
     return (path for path, parameter in model.named_parameters() if parameter.dim() == 3)
 
 
-def stacked_experts(model: nn.Module) -> list[str]:
-    """The paths of the modules with stacked experts that LoRAExperts computes."""
+def stacked_experts(model: nn.Module) -> dict[str, str]:
+    """{path of a module with stacked experts: why LoRAExperts cannot take its place, "" if it can}."""
     owners = dict.fromkeys(path.rpartition(".")[0] for path in _stacked(model))
-    return [path for path in owners if not why_not_experts(model.get_submodule(path), STACKED[0])]
-
-
-def why_not_experts(owner: nn.Module, name: str) -> str:
-    """Why LoRAExperts cannot take the place of the owner of the parameter `name`, "" if it can."""
-    own = set(owner._parameters)
-    if name not in STACKED or own != set(STACKED) or not callable(getattr(owner, "act_fn", None)):
-        return (
-            f"is of a {type(owner).__name__} with the parameters {sorted(own)}; expected "
-            f"experts with {' and '.join(STACKED)} [E, N, K] and act_fn, as in Mixtral and Qwen3-MoE"
-        )
-    for attribute, expected in _LAYOUT.items():
-        if (found := getattr(owner, attribute, expected)) != expected:
-            return f"has {attribute}={found!r}, expected {expected!r}"
-    if any(getattr(owner, hooks) for hooks in ("_forward_hooks", "_forward_pre_hooks")):
-        return "is of a module with hooks, which would never run again"
-    gate_up, down = (owner._parameters[each] for each in STACKED)
-    assert gate_up is not None and down is not None
-    if gate_up.dim() != 3 or down.shape != (len(gate_up), gate_up.shape[2], gate_up.shape[1] // 2):
-        shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"
-        return f"must be of gate_up_proj [E, 2 F, H] and down_proj [E, H, F], found {shapes}"
-    return ""
+    return {path: why_not_experts(model.get_submodule(path), STACKED[0]) for path in owners}
 
 
 def unstack(model: nn.Module, config: LoRAConfig) -> None:

@@ -305,3 +305,30 @@ def test_attach_replays_layers_of_experts() -> None:
         attached.detach()
         losses.append(found)
     assert losses[0] == losses[1]
+
+
+class Half(nn.SiLU):
+    """Another activation, of which an `isinstance` would not know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def hooked() -> nn.Module:
+    act_fn = nn.SiLU()
+    act_fn.register_forward_hook(lambda module, x, y: y / 2)
+    return act_fn
+
+
+@pytest.mark.parametrize("make", [Half, hooked], ids=["a subclass", "a hook"])
+def test_a_stack_asks_an_activation_that_is_not_silu_itself(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for choose in (one_by_one, as_a_stack):
+        choose(monkeypatch)
+        model = model_of()
+        model.model.layers[0].mlp.experts.act_fn = make()
+        found.append(Tokens(0).run(model.model.layers[0].mlp.experts)[0])
+    # both sum a token's two experts, one in the weights' dtype
+    assert torch.allclose(*found, rtol=2**-7, atol=1e-6)
