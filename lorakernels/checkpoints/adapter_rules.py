@@ -24,10 +24,12 @@ from lorakernels.config import LoRAConfig, clean_path, matching
 from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.peft_mixtures import unlike_peft
 from lorakernels.modules.targets import choose, tails
 from lorakernels.modules.trained_parts import saved_modules
 
 _TARGET_FIELDS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_READ_WITH_THEM = ("target_parameters", "r", "rank_pattern", "modules_to_save")
 
 
 def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, Any]:
@@ -61,6 +63,22 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
         "lora_dropout": _one_for_all("lora_dropout", dropouts, mode(dropouts)),
         "init_lora_weights": True if first.changes_base else first.init_lora_weights,
     }
+
+
+def warn_of_peft(
+    model: nn.Module, layers: Mapping[str, LoRALinear], rules: Mapping[str, Any]
+) -> None:
+    """Warn where PEFT reads the file of `layers` otherwise, as it gives mixtures' targets other meanings."""
+    config = LoRAConfig(
+        **{name: rules[name] for name in (*_TARGET_FIELDS, *_READ_WITH_THEM)}, fp8=None
+    )
+    unlike = unlike_peft(model, config, {path: _rank(layer) for path, layer in layers.items()})
+    if unlike is not None and (unlike.less or unlike.theirs is None):
+        warnings.warn(
+            f"PEFT does not read this file's adapters as they are trained; lorakernels does. {unlike}. Leave these "
+            "layers out of target_modules if PEFT is to read the file",
+            stacklevel=4,
+        )
 
 
 def _one_for_all(name: str, found: list[Any], kept: Any) -> Any:

@@ -27,7 +27,7 @@ from lorakernels.checkpoints.adapter_keys import (
     stacks_of,
     without_peft_copies,
 )
-from lorakernels.checkpoints.adapter_rules import describe
+from lorakernels.checkpoints.adapter_rules import describe, warn_of_peft
 from lorakernels.checkpoints.initial_adapters import (
     check_initial_values,
     check_scalings,
@@ -99,6 +99,7 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         if task_type not in (None, *TASK_TYPES):
             raise ValueError(f"task_type must be None or one of {TASK_TYPES}, got {task_type!r}")
         rules = describe(model, layers)
+        warn_of_peft(model, layers, rules)
         parameters = adapter_tensors(model)
     at = places(model)
     tensors = {key: _whole(tensor, at.get(id(tensor))) for key, tensor in parameters.items()}

@@ -18,6 +18,7 @@ from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.holder import refuse_held, refuse_rows_over_ranks
 from lorakernels.modules.initial import check_initial
 from lorakernels.modules.lora import LoRALinear, first_plain_dtype
+from lorakernels.modules.peft_mixtures import unlike_peft
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
@@ -106,6 +107,7 @@ def _apply(
     unadapted = {*rest, *there}
     beside = [path for path, _ in model.named_modules() if path in unadapted]
     experts = set(match_experts(model, config))
+    peft = unlike_peft(model, config, {path: config.rank_for(path) for path in paths})
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
         names = [*paths, *beside]
@@ -132,7 +134,7 @@ def _apply(
             join_state(layer, path, fp8_state)
         reasons |= _train(model, config, saved, tied)
         guard_saving(model)
-    return LoRAReport(model, config, fp8_state, reasons)
+    return LoRAReport(model, config, fp8_state, reasons, peft)
 
 
 def _hold_in_fp8(

@@ -30,6 +30,12 @@ from lorakernels.modules.expert_stack import stacked, why_not_stacked
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.ops.expert_route import routing as route
 
+_ROUTER = (
+    ". Is it an adapter of PEFT's? For a mixture, PEFT turns 'gate' and 'all-linear' of target_modules into "
+    "'gate.weight', the router, which stays frozen here. In PEFT, name the attention's layers in target_modules and "
+    "the experts in target_parameters, or merge the adapter by PEFT's merge_and_unload and use the merged model"
+)
+
 
 class LoRAExperts(nn.Module):
     """Takes the place of a module with stacked experts; called as it: (hidden_states, top_k_index, top_k_weights).
@@ -174,7 +180,7 @@ def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[in
         TypeError: a parameter is not one of the stacked experts that LoRAExperts computes.
     """
     there = [path for path, _ in model.named_parameters()]
-    held = _held(model)
+    held = held_experts(model)
     clean = {path: clean_path(path) for path in (*there, *held)}
     found = [path for path in clean if config.names_parameter(clean[path])]
     for name in config.target_parameters or ():
@@ -190,13 +196,14 @@ def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[in
         if path not in held:
             why = why_not_experts(model.get_submodule(owner), name)
             if why:
-                raise TypeError(f"target_parameters: {path!r} {why}")
+                hint = _ROUTER if clean[path].endswith(".gate.weight") else ""
+                raise TypeError(f"target_parameters: {path!r} {why}{hint}")
         e, n, k = held[path] if path in held else model.get_parameter(path).shape
         shapes[path] = (e, n, k)
     return shapes
 
 
-def _held(model: nn.Module) -> dict[str, tuple[int, int, int]]:
+def held_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     """{path that a stacked parameter would have: (E, N, K)} of every LoRAExperts."""
     found: dict[str, tuple[int, int, int]] = {}
     for path, module in model.named_modules():

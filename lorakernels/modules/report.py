@@ -13,6 +13,7 @@ from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.peft_mixtures import PEFTDifference
 from lorakernels.modules.report_text import grouped
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
@@ -65,13 +66,15 @@ class LoRAReport:
     """What `apply_lora` decided, together with what the model is now.
 
     `print(report)` shows equal modules in one line. `modules` has a row for every module, and `details()` a line.
-    `reasons` maps paths to (action, reason): only `apply_lora` knows these.
+    `reasons` maps paths to (action, reason): only `apply_lora` knows these. `unlike_peft` says what PEFT adapts of a
+    mixture by the same `target_modules`, and is None where that is the same.
     """
 
     model: nn.Module = field(repr=False)
     config: LoRAConfig
     fp8_state: FP8State | None
     reasons: Mapping[str, tuple[str, str]] = field(repr=False)
+    unlike_peft: PEFTDifference | None = field(default=None, repr=False)
 
     @property
     def modules(self) -> list[ModuleReport]:
@@ -143,6 +146,7 @@ class LoRAReport:
         return [
             f"LoRA on {adapted} modules, {self.trainable_parameters:,} of "
             f"{self.total_parameters:,} parameters trainable ({share:.3f} %)",
+            *([str(self.unlike_peft)] if self.unlike_peft else []),
             f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}; "
             f"eager forwards: {self.eager_forwards}",
         ]

@@ -169,7 +169,7 @@ def _check_saved(model: nn.Module, config: LoRAConfig, path: str, wanted: _Wante
 
 def _wanted(model: nn.Module, config: LoRAConfig) -> _Wanted | None:
     if isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR:
-        return frozenset(map(clean_path, _all_linear(model)))
+        return frozenset(map(clean_path, all_linear(model)))
     return _names(config)
 
 
@@ -251,7 +251,7 @@ def _layer_index(layers_pattern: str | Collection[str] | None, path: str) -> int
     return int(match["index"]) if match else None
 
 
-def _all_linear(model: nn.Module) -> set[str]:
+def all_linear(model: nn.Module) -> set[str]:
     output_embedding = getattr(model, "get_output_embeddings", lambda: None)()
     return {
         path

@@ -38,12 +38,16 @@ def choices(
     return [
         f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
         f"{len(report.adapted())} adapters of rank {options.r}, "
-        f"{sizes.trained:,} of {sizes.total:,} parameters trained",
+        f"{sizes.trained:,} of {sizes.total:,} parameters trained{_unlike_peft(report)}",
         f"layers: {fused}",
         f"attention: {_attention(model, options, fused, longest)}",
         f"graphs: {_graphs(runtime)}",
         f"kernels: {_kernels(runtime.device)}",
     ]
+
+
+def _unlike_peft(report: LoRAReport) -> str:
+    return f". {report.unlike_peft}" if report.unlike_peft else ""
 
 
 def _precision(model: Any, report: LoRAReport) -> str:
