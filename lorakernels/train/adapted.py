@@ -22,6 +22,7 @@ from lorakernels import (
     Offload,
     PhiloxState,
     PipelineParallel,
+    angles_by_document,
     apply_lora,
     load_quantized,
 )
@@ -99,6 +100,7 @@ def adapted_model(
         model, report = ranks.together(
             lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
         )
+    angles_by_document(model)
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model))
     adapters = add_jobs(model, jobs) if jobs else None  # from here on a batch has rows of each job
