@@ -102,7 +102,7 @@ def adapted_model(
         )
     angles_by_document(model)
     with PipelineParallel.own_layers_alone(model):
-        ranks.together(lambda: check_model(model))
+        ranks.together(lambda: check_model(model, options.isolate_documents))
     adapters = add_jobs(model, jobs) if jobs else None  # from here on a batch has rows of each job
     fused = fuse_layers(model, options, device)
     check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise
