@@ -29,6 +29,7 @@ from lorakernels.modules import (
     training_state_dict,
     unmerge_lora,
 )
+from lorakernels.modules.angles import angles_by_document
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.parallel import (
     ContextParallel,
@@ -74,6 +75,7 @@ __all__ = [
     "ShardPlan",
     "TensorParallel",
     "VocabularyHead",
+    "angles_by_document",
     "apply_lora",
     "attach",
     "batch_adapters",

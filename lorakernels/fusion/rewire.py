@@ -22,6 +22,7 @@ from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.fusion.parts import Parts
+from lorakernels.modules.angles import angles_by_document
 from lorakernels.modules.columns import join_state
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import bring, refuse_held
@@ -55,6 +56,7 @@ class Changed:
     kept: list[KeptLinear] = field(default_factory=list)
     columns: dict[FusedGroup, list[torch.Tensor]] = field(default_factory=dict)
     norms: list[nn.Module] = field(default_factory=list)
+    angles: list[Any] = field(default_factory=list)  # handles of hooks
     use_cache: list[tuple[Any, Any]] = field(default_factory=list)
 
 
@@ -104,6 +106,7 @@ def rewire(
             found.norms.append(norm)
             fuse_norm(norm, adds_one)
         _no_cache(model, found)
+        found.angles += angles_by_document(model)
         model.__dict__[_CHANGED] = found
     return parts, frozen
 
@@ -134,6 +137,8 @@ def unwire(model: nn.Module) -> list[str]:
         forget_projections(model)
         for norm in found.norms:
             unfuse_norm(norm)
+        for hook in found.angles:
+            hook.remove()
         for config, value in found.use_cache:
             config.use_cache = value
         del model.__dict__[_CHANGED]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.angles import DocumentAngles, document_angles, dynamic_length
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_attention import Chunks
 from lorakernels.parallel.context_changes import ATTENTION, Changes, share_rows
@@ -28,7 +29,14 @@ from lorakernels.parallel.context_loss import (
     own_inputs,
     targets,
 )
-from lorakernels.parallel.context_rows import check_places, chunks_of, refused
+from lorakernels.parallel.context_rows import (
+    Limits,
+    check_places,
+    chunks_of,
+    refuse_long,
+    refused,
+    to_document_end,
+)
 from lorakernels.parallel.known_tokens import vocabulary_of
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
@@ -52,6 +60,8 @@ class ContextParallel:
         self.model, self.ranks, self.checks_places = model, ranks, True
         self._changes = Changes()
         self._plain: Tensor | None = None  # positions of rows that are one document each, made here
+        self._angles: list[DocumentAngles] = []  # which need to know where a rank's documents end
+        self._dynamic = 0  # tokens that dynamic RoPE lets a document have; 0 without it
         self._looked = False  # whether who calls the model has looked at its rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ContextParallel:
@@ -59,6 +69,7 @@ class ContextParallel:
         made = memo[id(self)] = ContextParallel(self.model, self.ranks)
         made.model, made.checks_places = copy.deepcopy(self.model, memo), self.checks_places
         made._changes = copy.deepcopy(self._changes, memo)
+        made._angles, made._dynamic = copy.deepcopy(self._angles, memo), self._dynamic
         return made
 
     @classmethod
@@ -191,9 +202,12 @@ class ContextParallel:
         if self.looks_at(inputs):
             places = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
             known = 0 if rows.is_floating_point() else vocabulary_of(self.model)
-            check_places(self.ranks, rows, *places, inputs.get("max_length_q"), why, known)
+            limits = Limits(inputs.get("max_length_q"), known, self._dynamic)
+            check_places(self.ranks, rows, *places, limits, why)
         elif why:
             raise ValueError(why)
+        elif self._dynamic:
+            refuse_long(self._dynamic, rows.shape[1] * self.ranks.size, inputs)
 
     @contextmanager
     def looked(self) -> Iterator[None]:
@@ -208,6 +222,7 @@ class ContextParallel:
         """Let the model's attention run over the ranks."""
         self._changes.put(self.model, _OF_MODEL, self)
         share_rows(self.model, self.ranks, layers, self._changes)
+        self._angles, self._dynamic = document_angles(self.model), dynamic_length(self.model)
         self._changes.hook(self.model, self._before_model)
         base: Any = self.model.base_model
         self._changes.hook(base, self._before_rows)
@@ -222,8 +237,16 @@ class ContextParallel:
     def _before_rows(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         rows = args[0] if args else kwargs.get("input_ids")
         rows = kwargs.get("inputs_embeds") if rows is None else rows
-        if rows is not None and not self._looked:
+        if rows is None:
+            return
+        if not self._looked:
             self.look_at(rows, kwargs)
+        if self._angles:
+            chunks = Chunks.of(self.ranks, rows.shape[1])
+            starts = kwargs.get("cu_seq_lens_q")
+            to_end = to_document_end(chunks, len(rows), starts, rows.device)
+            for hook in self._angles:
+                hook.to_end = to_end
 
 
 def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.parts import Parts
+from lorakernels.modules.angles import angles_by_document, document_angles
 from lorakernels.modules.holder import ROWS_OVER_RANKS
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import frozen_layers, share_state
@@ -48,6 +49,10 @@ class Changes:
     def hook(self, module: nn.Module, before: Any) -> None:
         """Register a forward_pre_hook that takes keywords."""
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def keep(self, handles: list[Any]) -> None:
+        """Note hooks that were registered."""
+        self._hooks += handles
 
     def undo(self) -> None:
         """Let all be as it was before, the last change first."""
@@ -88,6 +93,9 @@ def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: 
     for module in (m for m in model.modules() if m._parameters):
         changes.put(module, ROWS_OVER_RANKS, True)
     changes.put(model.config.get_text_config(), "_attn_implementation", ATTENTION)
+    changes.keep(angles_by_document(model))
+    for hook in document_angles(model):
+        changes.put(hook, "to_end", None)  # ContextParallel sets it in each call
     share_state(frozen_layers(model))  # `attach` would else put another state in their place
     states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
     for state in states.values():

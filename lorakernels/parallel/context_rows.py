@@ -7,7 +7,7 @@ What does not fit of a rank's rows is refused here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,27 @@ def chunks_of(ranks: Ranks, whole: Tensor) -> Chunks:
             f"{tuple(whole.shape)}: pad them, with labels of {IGNORE}"
         )
     return Chunks.of(ranks, whole.shape[1] // ranks.size)
+
+
+def to_document_end(chunks: Chunks, batch: int, starts: Tensor | None, device: Any) -> Tensor:
+    """int64 [1 or B, S/n]: how many tokens follow in the document of each of this rank's tokens, itself included.
+
+    The host waits for nothing. A document ends with its row.
+
+    Args:
+        chunks: this rank's, of whole rows.
+        batch: B.
+        starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
+        device: of the result.
+    """
+    columns = [torch.arange(b, b + chunks.size, device=device) for b in chunks.begins]
+    column = torch.cat(columns)[None]
+    to_row_end = chunks.length - column
+    if starts is None:
+        return to_row_end
+    flat = column + torch.arange(batch, device=device)[:, None] * chunks.length
+    after = torch.searchsorted(starts.long(), flat, right=True).clamp(max=len(starts) - 1)
+    return torch.minimum(starts[after] - flat, to_row_end)
 
 
 class OwnChunks:
@@ -81,38 +102,67 @@ def refused(rows: Tensor, inputs: dict[str, Any]) -> str:
     return ""
 
 
+class Limits(NamedTuple):
+    """What a call's rows may have at most.
+
+    Attributes:
+        longest: tokens that no document may have more of; None stands for B S.
+        vocabulary: how many tokens the model knows, if rows are tokens; 0 if they are not.
+        dynamic: tokens that no document may have more of under dynamic RoPE; 0 without it.
+    """
+
+    longest: int | None = None
+    vocabulary: int = 0
+    dynamic: int = 0
+
+
+def too_long_for_dynamic(most: int, tokens: int) -> str:
+    """Why a document of `tokens` is refused, of which there may be `most`."""
+    return (
+        f"a document may have at most {most} tokens over ranks, max_position_embeddings, found {tokens}: dynamic RoPE "
+        "has other angles for each longer length, and a rank knows its own tokens alone"
+    )
+
+
+def refuse_long(most: int, length: int, inputs: dict[str, Any]) -> None:
+    """ValueError if rows of `length` tokens may have a document of more than `most`, by what else the call has."""
+    if inputs.get("cu_seq_lens_q") is not None:
+        length = min(length, int(inputs.get("max_length_q") or length))
+    if length > most:
+        raise ValueError(too_long_for_dynamic(most, length))
+
+
 def check_places(
     ranks: Ranks,
     rows: Tensor,
     positions: Tensor | None,
     starts: Tensor | None,
-    longest: int | None,
+    limits: Limits,
     refused: str = "",
-    vocabulary: int = 0,
 ) -> None:
     """Collective: refuse packed documents whose starts are not said. The host waits for the device, once.
 
-    One all-reduce of thirteen numbers says whether all ranks may go on, whatever the shapes on each.
+    One all-reduce of fourteen numbers says whether all ranks may go on, whatever the shapes on each.
 
     Args:
         ranks: who share the rows.
         rows: [B, S/n, …], this rank's tokens.
         positions: [1 or B, S/n], theirs.
         starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
-        longest: tokens that no document may have more of; None stands for B S.
+        limits: of the call.
         refused: what this rank has found wrong already; "" if nothing.
-        vocabulary: how many tokens the model knows, if `rows` are tokens; 0 if they are not.
 
     Raises:
         ValueError: on all ranks, if on any: `refused`, or a shape or dtype does not fit, or ranks' rows have other
             shapes, or only some have `starts`, or a token is not of the vocabulary. Else positions jump within a row
             without `starts`, or `starts` do not reach from the first token to the last, or a document is longer than
-            `longest`.
+            the limits.
     """
+    longest, vocabulary, dynamic = limits
     refused = refused or _misfit(rows, positions, starts, longest)
     batch, own, packed = (0, 0, False) if refused else (*rows.shape[:2], starts is not None)
     total = batch * own * ranks.size
-    found = torch.zeros(13, dtype=torch.int64, device=rows.device)
+    found = torch.zeros(14, dtype=torch.int64, device=rows.device)
     known = torch.tensor((bool(refused), batch, own, packed, -batch, -own, -packed))
     found[:7].copy_(known, non_blocking=True)  # a number of the host's that is assigned would wait
     if not refused:
@@ -120,8 +170,10 @@ def check_places(
         found[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
         if vocabulary:
             found[12] = unknown(rows, vocabulary)
+        if dynamic:
+            found[13] = positions.max() + 1
     comm.maximum(ranks.group, found)
-    on_any, *shapes, offsets, negated, jumped, over, broken, outside = found.tolist()
+    on_any, *shapes, offsets, negated, jumped, over, broken, outside, most_of_one = found.tolist()
     if on_any:
         with comm.together(ranks.group):
             if refused:
@@ -151,6 +203,8 @@ def check_places(
             "position_ids must go up by one from token to token of a row, found a jump: documents that are packed need "
             "cu_seq_lens_q, int32 [N + 1], where they begin among the tokens of all ranks"
         )
+    if most_of_one > dynamic:
+        raise ValueError(too_long_for_dynamic(dynamic, most_of_one))
 
 
 def _misfit(rows: Tensor, positions: Any, starts: Any, longest: Any) -> str:

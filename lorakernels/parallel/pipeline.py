@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.linear_cross_entropy import CHUNK
+from lorakernels.modules.angles import angles_by_document
 from lorakernels.parallel import comm, pipeline_cut
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
@@ -392,6 +393,7 @@ def pipeline_parallel(
         state.in_charge = "explicit"  # a layer would update while microbatches are in flight
     if loaded is None:
         cut.take_out(model)
+    angles_by_document(model)
     slots = agreed_slots(model, ranks, cut.stages, states)
     return PipelineParallel(model, cut, microbatches, slots, by)
 

@@ -22,6 +22,7 @@ from lorakernels import (
     Offload,
     PhiloxState,
     PipelineParallel,
+    angles_by_document,
     apply_lora,
     load_quantized,
 )
@@ -99,8 +100,9 @@ def adapted_model(
         model, report = ranks.together(
             lambda: load_adapted(directory, options, dtype, device, random, reporter, meshes)
         )
+    angles_by_document(model)
     with PipelineParallel.own_layers_alone(model):
-        ranks.together(lambda: check_model(model))
+        ranks.together(lambda: check_model(model, options.isolate_documents))
     adapters = add_jobs(model, jobs) if jobs else None  # from here on a batch has rows of each job
     fused = fuse_layers(model, options, device)
     check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuse a model that `finetune` would train wrongly, before its first step.
 
-Two properties are required of a model. Its logits must be its output head applied to its hidden states, with no change
-but what its config says. The loss is computed by our own code instead of the model's. Its packed documents must be
-computed as if each were alone.
+Three properties are required of a model. Its logits must be its output head applied to its hidden states, with no
+change but what its config says. The loss is computed by our own code instead of the model's. Its rows must be what the
+job says: packed documents computed as if each were alone, or each row a causal sequence. And one document must be what
+transformers' usual call computes.
 
 Each comparison sends the same shapes and the same tokens through the same kernels on both sides. In eval, an FP8 base
 scales every tensor by its own amax. The set of tokens must therefore be the same; only their places differ.
@@ -31,6 +32,16 @@ ROUNDINGS = 16  # more than attention accumulates over the layers: their roundin
 E4M3_ROUNDING = 2.0**-4
 
 
+_SAID = {
+    "later": "lets tokens see later ones where it gets no mask: hidden states change by {} with the tokens behind them",
+    "neighbour": "lets packed documents see each other: hidden states change by {} with the document before",
+    "place": (
+        "computes packed documents by where they lie in a row, not by their position_ids: hidden states change by {}"
+    ),
+    "usual": "computes one document otherwise by transformers' usual call, with a 2-D mask: hidden states differ by {}",
+}
+
+
 class Isolation(NamedTuple):
     """Relative differences of hidden states, each the root of a mean of squares.
 
@@ -42,6 +53,18 @@ class Isolation(NamedTuple):
 
     neighbour: float
     place: float
+    rounding: float
+
+
+class Causality(NamedTuple):
+    """Relative differences of hidden states of rows that are one sequence each, as those of `Isolation`.
+
+    Attributes:
+        later: change of first parts when the second parts of the rows were exchanged.
+        rounding: change of all tokens when the embeddings were perturbed.
+    """
+
+    later: float
     rounding: float
 
 
@@ -87,7 +110,7 @@ def _form(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def check_model(model: Any) -> None:
+def check_model(model: Any, isolate: bool = True) -> None:
     """Raise ModelError if this job would train the model wrongly. The model is left as it was.
 
     *Logits.* The model's own tail and its head get the same hidden states, so large that the largest logit is 1000.
@@ -96,38 +119,65 @@ def check_model(model: Any) -> None:
     names them: then the head's logits are changed as the loss changes them. The largest is three times a named cap, so
     that logits lie all along its curve, and three roundings are allowed: those of a quotient, a tanh and a product.
 
-    *Documents.* See `isolation`. Neither difference may exceed the change that perturbed embeddings cause in the same
-    rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an FP8 base it is at least 2⁻⁴, one rounding
-    to e4m3.
+    *Rows.* See `isolation`, and `causality` where documents are not isolated. No difference may exceed the change that
+    perturbed embeddings cause in the same rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an
+    FP8 base it is at least 2⁻⁴, one rounding to e4m3.
 
     In a right model, exchanged neighbours change nothing at all: every token keeps its column and every tensor its
     amax. Documents in another order add up their attention in another order. That costs one rounding of fp32 per
     layer, of which few survive the rounding to the dtype. Both sides go through the same depth, so the bound grows as
     rounding does.
+
+    *The usual call.* Rows of one document, as the job computes them, are compared with the model's own result for a
+    2-D mask. A model whose tokens see later ones, such as an encoder, has another one.
+
+    Args:
+        model: with adapters, on its device.
+        isolate: whether the job computes packed documents apart. Otherwise each row is one causal sequence.
     """
     with _evaluating(model):
         try:
-            _check_logits(model)
-            found = isolation(model)
-        except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
-            if isinstance(error, (ModelError, torch.OutOfMemoryError)) or is_about_peers(error):
+            _refuse_wrong(model, isolate)
+        except ModelError as error:
+            if isolate or not _isolates(model):
                 raise
-            raise ModelError(
-                f"{type(model).__name__} does not run as finetune runs a decoder, with position_ids and a 4-D mask: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise ModelError(f"{error}; leave --no-isolate-documents out") from error
+
+
+def _isolates(model: Any) -> bool:
+    """Whether the model could be trained with documents apart."""
+    try:
+        _refuse_wrong(model, True)
+    except ModelError:
+        return False
+    return True
+
+
+def _refuse_wrong(model: Any, isolate: bool) -> None:
+    """Raise ModelError if the model, in eval, computes another thing than the job takes it for."""
     name = type(model).__name__
-    if not found.neighbour <= found.rounding:
+    try:
+        _check_logits(model)
+        differences = isolation(model) if isolate else causality(model)
+        usual = _from_usual_call(model, isolate)
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+        if isinstance(error, (ModelError, torch.OutOfMemoryError)) or is_about_peers(error):
+            raise
+        how = "with position_ids and a 4-D mask" if isolate else "without a mask"
         raise ModelError(
-            f"{name} lets packed documents see each other: hidden states change by {found.neighbour:.3g} of their size "
-            f"with the document before, rounding accounts for {found.rounding:.3g}; finetune cannot train it correctly"
-        )
-    if not found.place <= found.rounding:
-        raise ModelError(
-            f"{name} computes packed documents by where they lie in a row, not by their position_ids: hidden states "
-            f"change by {found.place:.3g} of their size, rounding accounts for {found.rounding:.3g}; finetune cannot "
-            "train it correctly"
-        )
+            f"{name} does not run as finetune runs a decoder, {how}: {type(error).__name__}: {error}"
+        ) from error
+    _refuse_differences(name, differences, usual)
+
+
+def _refuse_differences(name: str, changes: Isolation | Causality, usual: float) -> None:
+    """Raise ModelError for a difference beyond rounding. `usual`: that from transformers' usual call."""
+    for field, difference in (changes._asdict() | {"usual": usual}).items():
+        if field in _SAID and not difference <= changes.rounding:  # NaN is not
+            raise ModelError(
+                f"{name} {_SAID[field].format(f'{difference:.3g} of their size')}, rounding accounts for "
+                f"{changes.rounding:.3g}; finetune cannot train it correctly"
+            )
 
 
 @contextlib.contextmanager
@@ -197,6 +247,36 @@ def isolation(model: Any) -> Isolation:
         _relative(back, base),
         _relative(moved, base),
     )
+
+
+@torch.no_grad()
+def causality(model: Any) -> Causality:
+    """Measure how far the hidden states of rows that are one sequence each depend on later tokens.
+
+    The three forwards, in eval, have these rows:
+
+    * [A B] [C D], the base.
+    * [A D] [C B], which exchanges what comes later.
+    * [A B] [C D] again, with perturbed embeddings.
+    """
+    rows = _documents(model)[0].input_ids
+    turned = torch.cat([rows[:, :FIRST], rows.flip(0)[:, FIRST:]], 1)
+    base, later = (hidden_states(model, _whole_rows(x), False).float() for x in (rows, turned))
+    with _perturbed(model):
+        moved = hidden_states(model, _whole_rows(rows), False).float()
+    return Causality(_relative(later[:, :FIRST], base[:, :FIRST]), _relative(moved, base))
+
+
+def _from_usual_call(model: Any, isolate: bool) -> float:
+    """By how much of their size hidden states of rows of one document differ from those of transformers' usual call."""
+    rows, (decoder, _) = _documents(model)[0].input_ids, decoder_and_head(model)
+    usual = decoder(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
+    own = hidden_states(model, _whole_rows(rows), isolate).float()
+    return _relative(own, usual.last_hidden_state.float())
+
+
+def _whole_rows(rows: Tensor) -> Batch:
+    return _packed_rows([[row] for row in rows])
 
 
 def _documents(model: Any) -> tuple[Batch, Batch, Batch]:

@@ -39,7 +39,8 @@ def check_before_loading(
     config = read_config(directory)
     text = config.get_text_config()
     check_length(text, options.seq_len)
-    _check_layers(text)
+    if options.isolate_documents:
+        _check_layers(text)
     _check_divides(text, options.tp)
     model = build_on_meta(config)
     decoder_and_head(model)
@@ -119,7 +120,8 @@ def _check_layers(config: Any) -> None:
     if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         raise ModelError(
             f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "
-            "row would see each other: finetune cannot train it correctly"
+            "row would see each other: finetune cannot train it correctly; --no-isolate-documents takes a row as one "
+            "sequence"
         )
 
 

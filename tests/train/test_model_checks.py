@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -84,6 +85,50 @@ def test_models_that_would_be_trained_wrongly_are_refused(
     with pytest.raises(ModelError, match=said):
         check_model(model)
     assert model.training, "left as it was"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("doge", LLAMA, r"tokens see later ones where it gets no mask"),
+        ("falcon", {}, r"does not run as finetune runs a decoder, without a mask: TypeError"),
+    ],
+    ids=["a mask of its own", "needs a mask"],
+)
+def test_models_that_are_wrong_without_a_mask_alone_are_refused_so(
+    kind: str, more: dict[str, Any], said: str
+) -> None:
+    model = small(kind, "sdpa", **more)
+    check_model(model)
+    with pytest.raises(ModelError, match=rf"{said}.*; leave --no-isolate-documents out$"):
+        check_model(model, isolate=False)
+    assert model.training, "left as it was"
+
+
+def test_recurrent_layers_are_taken_where_a_row_is_one_sequence() -> None:
+    model = small("lfm2", "sdpa", **LLAMA, layer_types=["conv", "full_attention"])
+    with pytest.raises(ModelError, match="see each other"):
+        check_model(model)
+    check_model(model, isolate=False)
+    rows = PackedRows(torch.randint(264, (50,)).numpy(), np.array([[0, 20], [20, 50]]), 24)
+    batch = rows.batch([0, 1])
+    with torch.no_grad():
+        loss = summed_loss(model.eval(), batch, 16, isolate=False)
+        logits = model(input_ids=batch.input_ids).logits
+    expected = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
+    )
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize("isolate", [True, False], ids=["documents apart", "rows"])
+def test_a_model_whose_own_attention_looks_ahead_is_refused(isolate: bool) -> None:
+    """A causal mask would let it compute what it does not compute elsewhere."""
+    more = {**LLAMA, "head_dim": 16, "use_bidirectional_attention": True}
+    model = small("gemma3_text", "sdpa", **more)
+    said = "by transformers' usual call" if isolate else "see later ones"
+    with pytest.raises(ModelError, match=rf"{said}.*finetune cannot train it correctly$"):
+        check_model(model, isolate)
 
 
 def in_place_of(model: Any, places: Any) -> None:

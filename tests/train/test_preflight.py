@@ -143,6 +143,14 @@ def test_a_model_that_cannot_be_trained_is_refused_by_its_config(
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_recurrent_layers_are_refused_where_documents_are_apart_alone(tmp_path: Path) -> None:
+    directory = config_only(tmp_path, "lfm2", layer_types=["conv"] * 2)
+    with pytest.raises(ModelError, match=r"--no-isolate-documents takes a row as one sequence$"):
+        before_loading(directory)
+    options = FinetuneOptions(seq_len=32, isolate_documents=False)
+    check_before_loading(directory, options, ALL, pytest.fail)
+
+
 def test_a_config_that_needs_code_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody_knows_it"}')
     with pytest.raises(ModelError, match=r"is not one that transformers .* reads, and no code"):
