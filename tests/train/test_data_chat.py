@@ -81,8 +81,12 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             {"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}, *turns("c", "d")]},
             "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
         ),
+        (
+            {"prompt": turns("a", "b"), "completion": turns("", "c")[1:], "system": "S"},
+            "<bos>system: S<eos>\nuser: a<eos>\nassistant: b<eos>\nassistant: ⟦c<eos>\n⟧",
+        ),
     ],
-    ids=["texts", "with ends", "messages", "instruction", "history", "weight 0"],
+    ids=["texts", "with ends", "messages", "instruction", "history", "weight 0", "system of a prompt"],
 )  # fmt: skip
 def test_what_is_trained_of_other_rows(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     for template in (PLAIN, MARKED):
@@ -274,8 +278,8 @@ GOOD = {"messages": turns("a", "b")}
         ({"messages": turns("\ud800")}, "character 0 of the messages[0].content is a lone surrogate"),
         ({"messages": [{"from": "x", "value": "a"}]}, "\"messages[0].from\" is 'x', expected one of human"),
         (
-            {"messages": [{"role": "narrator", "content": "a"}]},
-            'the chat template refuses the "messages": TemplateError: no role narrator',
+            {"messages": [{"role": "developer", "content": "a"}]},
+            'the chat template refuses the "messages": TemplateError: no role developer',
         ),
         ({"text": "a"}, 'the field "messages" is missing, which the first row of the file has'),
         (3, 'expected an object with "messages", found int'),

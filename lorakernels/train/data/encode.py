@@ -34,6 +34,11 @@ Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Range = tuple[int, int]
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 @dataclass(frozen=True)
 class Encoded:
     """The tokens of one example.
@@ -58,11 +63,6 @@ class Tokens:
 
     tokenizer: Any
     train_on_inputs: bool = False
-
-    @property
-    def template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded | RowError]:
         """The tokens of each example, and an error in the place of an example that the template refuses.
@@ -194,7 +194,7 @@ class Renderer:
     @property
     def marks(self) -> bool:
         """Whether the template marks what the assistant generates."""
-        return _MARKER.search(self._template()) is not None
+        return _MARKER.search(self.template()) is not None
 
     def text(self, count: int | None = None, ask: bool = False) -> str:
         """The text of the first ``count`` messages. With ``ask`` it ends where the assistant's next one begins.
@@ -211,6 +211,7 @@ class Renderer:
                     tools=self.chat.tools,
                     add_generation_prompt=ask,
                     tokenize=False,
+                    **self.chat.kwargs,
                 )
             )
 
@@ -226,13 +227,14 @@ class Renderer:
             texts, ranges = render_jinja_template(
                 conversations=[self.chat.messages],
                 tools=self.chat.tools,
-                chat_template=self._template(),
+                chat_template=self.template(),
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self.chat.kwargs},
             )
         return str(texts[0]), [(int(start), int(stop)) for start, stop in ranges[0]]
 
-    def _template(self) -> str:
+    def template(self) -> str:
+        """The text of the template that writes this chat; some tokenizers have another for chats with tools."""
         return str(self.tokenizer.get_chat_template(None, self.chat.tools))
 
     @contextlib.contextmanager

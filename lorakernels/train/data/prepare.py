@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,18 @@ def about_files(file: TokenFile) -> list[str]:
             lines.append(
                 f"{one.name}: {one.empty:,} rows dropped, because they have no answer to train"
             )
+        if one.unread:
+            lines.append(f"{one.name}: fields that are not read: {_some(one.unread)}")
+        if one.skipped:
+            lines.append(
+                f"{one.name}: fields that the chat template does not write: {_some(one.skipped)}"
+            )
     return lines
+
+
+def _some(names: Sequence[str], most: int = 8) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def _say_nothing(line: str) -> None:
