@@ -169,10 +169,67 @@ def test_templates_that_change_what_they_wrote(tmp_path: Path) -> None:
         "user: a<eos>\nassistant: ⟦b<eos>\n⟧user: c<eos>\nassistant: ⟦d<eos>\n⟧"
     )
     with pytest.raises(
-        DataError, match=r"line 1: .* before messages\[1\] otherwise .* generation %"
+        DataError, match=r'line 1: .* before "messages\[1\]" otherwise .* generation %'
     ):
         tokens_of(path, tokenizer_with(COUNTING))
     assert tokens_of(path, tokenizer_with(COUNTING), train_on_inputs=True).trained is None
+
+
+# A system prompt of its own where the chat brings none, as Qwen2.5's
+DEFAULT = "{% if messages[0].role != 'system' %}system: Help.<eos>\n{% endif %}"
+TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
+ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
+# A system prompt becomes the beginning of the first question, as Llama 2's, and stands alone as nothing
+FOLDED = (
+    "{% set first = messages[0].role == 'system' %}{% for m in (messages[1:] if first else messages) %}"
+    "{{ m.role }}: {% if first and loop.first %}{{ messages[0].content }} {% endif %}{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt and messages | length > 1 %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (
+            DEFAULT + TURN + ASKS,
+            turns("", "hello", "q", "a")[1:],
+            "system: Help.<eos>\nassistant: ⟦hello<eos>\n⟧user: q<eos>\nassistant: ⟦a<eos>\n⟧",
+        ),
+        (DEFAULT + TURN + ASKS, turns("", "hello")[1:], "system: Help.<eos>\nassistant: ⟦hello<eos>\n⟧"),
+        (
+            TURN + ASKS,
+            [*turns("", "", system="s")[::2], *turns("", "two")[1:]],
+            "system: s<eos>\nassistant: ⟦<eos>\n⟧assistant: ⟦two<eos>\n⟧",
+        ),
+        (FOLDED, turns("", "hello", system="s")[::2], "assistant: s ⟦hello<eos>\n⟧"),
+        (OPENED, turns("", "<b>", "q", "<i>")[1:], "assistant: ⟦<b><eos>\n⟧user: q<eos>\nassistant: ⟦<i><eos>\n⟧"),
+        (OPENED, turns("q", ""), "user: q<eos>\nassistant: ⟦<eos>\n⟧"),
+        (
+            DEFAULT + TURN + ASKS,
+            [{"role": "assistant", "content": "hello", "weight": 0}, *turns("q", "a")],
+            "system: Help.<eos>\nassistant: hello<eos>\nuser: q<eos>\nassistant: ⟦a<eos>\n⟧",
+        ),
+    ],
+    ids=["first", "alone", "after a system prompt", "folded", "opened tag", "empty", "weight 0"],
+)  # fmt: skip
+def test_answers_without_a_question_before_them(
+    tmp_path: Path, template: str, row: list[dict[str, Any]], expected: str
+) -> None:
+    """As ShareGPT's data often begin. No template writes an empty chat, which would tell where they begin."""
+    tokenizer = tokenizer_with(template)
+    file = tokens_of(jsonl(tmp_path / "a.jsonl", [{"messages": row}]), tokenizer)
+    assert shown(file, tokenizer) == expected
+
+
+def test_an_answer_of_which_nobody_knows_the_beginning_is_refused(tmp_path: Path) -> None:
+    """As by Qwen3's template, which opens an answer with its thoughts only if there is a question."""
+    thinking = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and messages[0].role == 'user' %}"
+        "<think></think>{% endif %}{{ m.content }}<eos>\n{% endfor %}" + ASKS
+    )
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": turns("", "a")[1:]}])
+    with pytest.raises(DataError, match=r'line 1: no question precedes "messages\[0\]".*inputs$'):
+        tokens_of(path, tokenizer_with(thinking))
 
 
 @pytest.mark.parametrize(

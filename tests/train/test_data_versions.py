@@ -41,12 +41,13 @@ ROWS: tuple[Any, ...] = (
     {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     {"conversation": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": False}]},
     {"other": "a"},
+    {"conversations": [{"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]},
 )  # fmt: skip
 
 # the first digits of the SHA-256 of what each of these becomes without a template, by PLAIN and by MARKED
 FOUND = (
     "924163 65e2dc e6cc1a bd8017 67c8c2 f92bcc 675f73 e15f74 4e6db9 4e6db9 dc925a 952b8d 728029 a9b3db b2c79f b2c79f "
-    "65e2dc 65e2dc"
+    "65e2dc 65e2dc c107fa"
 )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -28,6 +28,7 @@ from lorakernels.train.errors import DataError
 # A text is tokenized in blocks of about this many characters. Each block ends after a newline if it has one.
 BLOCK = 1 << 20
 AT_ONCE = 64
+_PROMPTS = {"system", "developer"}  # roles of messages that ask nothing
 _MARKER = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
@@ -178,6 +179,12 @@ def _blocks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def _shared(text: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    differs = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(differs, min(len(text), len(other)))
+
+
 def _core(message: dict[str, Any]) -> str:
     """What of a message every template keeps: its content without thoughts, or the name of its tool."""
     content = str(message.get("content") or "").rpartition("</think>")[2].strip()
@@ -255,8 +262,33 @@ class Renderer:
         """
         full = self.text()
         for number in self.chat.answers:
-            start = self._start(full, number)
-            yield start, self._stop(full, number, start)
+            before = {message["role"] for message in self.chat.messages[:number]}
+            yield (self._opening if before <= _PROMPTS else self._range)(full, number)
+
+    def _range(self, full: str, number: int) -> Range:
+        start = self._start(full, number)
+        return start, self._stop(full, number, start)
+
+    def _opening(self, full: str, number: int) -> Range:
+        """The range of an answer that no question precedes.
+
+        No template says where it begins: few write a system prompt alone as they do before messages, and none writes
+        no messages. So a question is put before the answer, and the answer must end the chat in the same words.
+        """
+        messages, fields = self.chat.messages, self.chat.fields
+        messages = [*messages[:number], {"role": "user", "content": "?"}, *messages[number:]]
+        fields = (*fields[:number], "a question", *fields[number:])
+        asked = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
+        text = asked.text()
+        start, stop = asked._range(text, number + 1)
+        if not full.endswith(text[start:]):
+            raise RowError(
+                f'{self.chat.where}: no question precedes "{fields[number + 1]}", and the chat template writes it '
+                "otherwise after one, so its tokens are not known: give a template with {% generation %}, or "
+                "--train-on-inputs"
+            )
+        moved = len(full) - len(text)
+        return start + moved, stop + moved
 
     def _start(self, full: str, number: int) -> int:
         """Some templates ask with more than they keep of an answer, such as an opened tag for its thoughts."""
@@ -266,8 +298,11 @@ class Renderer:
         before = self.text(number)
         if not full.startswith(before):
             raise self._changes(number)
-        differs = (i for i, (a, b) in enumerate(zip(full, asked, strict=False)) if a != b)
-        return next(differs, min(len(full), len(asked)))
+        # an answer may begin with the same letters as that tag
+        messages = list(self.chat.messages)
+        messages[number] = {**messages[number], "content": "?"}
+        other = Renderer(self.tokenizer, replace(self.chat, messages=messages)).text()
+        return min(_shared(full, asked), _shared(other, asked))
 
     def _stop(self, full: str, number: int, start: int) -> int:
         """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
@@ -291,6 +326,7 @@ class Renderer:
 
     def _changes(self, number: int) -> RowError:
         return RowError(
-            f"{self.chat.where}: the chat template writes what comes before messages[{number}] otherwise once that "
-            "message follows, so its tokens are not known: give a template with {% generation %}, or --train-on-inputs"
+            f'{self.chat.where}: the chat template writes what comes before "{self.chat.fields[number]}" otherwise '
+            "once that message follows, so its tokens are not known: give a template with {% generation %}, or "
+            "--train-on-inputs"
         )
