@@ -198,6 +198,49 @@ def test_rows_behind_one_with_a_name_twice_are_read(tmp_path: Path, kind: str) -
     assert (file.files[0].documents, file.files[0].bad) == (2, 1)
 
 
+@pytest.mark.parametrize("between", ["", "\n", "\n\n[]\n"])
+def test_lists_behind_another_are_read(tmp_path: Path, between: str) -> None:
+    """As of `cat a.json b.json`."""
+    path, rows = tmp_path / "a.json", json.dumps([{"text": "a"}, {"text": "b"}])
+    path.write_text(rows + between + rows + "\n")
+    assert len(tokens_of(path, tokenizer_with(None)).spans) == 4
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+def test_what_follows_a_compressed_stream_is_read_or_refused(tmp_path: Path, kind: str) -> None:
+    """Python's own readers of .bz2 and .xz end there without a word."""
+    packers = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    if kind == "zst":
+        packers["zst"] = pytest.importorskip("pyarrow").Codec("zstd").compress
+    one, two = (bytes(packers[kind](f'{{"text": "{c * 99999}"}}\n'.encode())) for c in "ab")
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(one + two)
+    assert len(tokens_of(path, tokenizer_with(None)).spans) == 2
+    if kind != "zst":
+        path.write_bytes(one + bytes(8) + two + bytes(4))
+        assert len(tokens_of(path, tokenizer_with(None)).spans) == 2, "zeros are padding"
+    for rest in (b'{"text": "b"}\n', two[:-9]):
+        path.write_bytes(one + rest)
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{kind} cannot be "):
+            tokens_of(path, tokenizer_with(None), skip_bad_rows=True)
+
+
+def test_rows_behind_a_quote_that_does_not_end_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,n\n"one,1\n"two",2\nthree,3\n')
+    file = tokens_of(path, tokenizer_with(None), skip_bad_rows=True)
+    assert (len(file.spans), file.files[0].bad) == (1, 1)
+    assert "a.csv lines 2 to 3: " in file.files[0].first_bad
+
+
+def test_columns_of_one_name_in_a_parquet_file(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: there are several columns named 'text'"):
+        tokens_of(tmp_path / "a.parquet", tokenizer_with(None))
+
+
 def test_a_list_that_was_cut_off_gives_its_whole_rows(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(ROWS * 2, indent=1)[:-30])
