@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,25 @@ def test_what_is_not_read_is_named_once_for_each_file(tmp_path: Path) -> None:
             f"{two}: fields that the chat template does not write: name, mood",
             f"{three}: fields that are not read: {', '.join(f'column{i}' for i in range(8))} and 2 more",
         ]
+
+
+def test_prompts_without_the_template_are_said(tmp_path: Path) -> None:
+    """Of a model that has one, which was trained on chats. Messages in a table's cells are a chat."""
+    path, tokenizer = tmp_path / "a.csv", tokenizer_with()
+    path.write_text("prompt,completion\nWho?,Ann\n")
+    line = f"{path}: prompts stand without the chat template that this model has; "
+    line += '{"prompt": [messages], "completion": [messages]} uses it'
+    assert line in about_files(tokens_of(path, tokenizer))
+    assert line not in about_files(tokens_of(path, tokenizer_with(None)))
+    with path.open("w", newline="") as file:
+        cells = [json.dumps(part) for part in (turns("Who?"), turns("", "Ann")[1:])]
+        csv.writer(file).writerows([["prompt", "completion"], cells, ["[1]", "[]"]])
+    found = tokens_of(path, tokenizer)
+    assert [shown(found, tokenizer, n) for n in (0, 1)] == [
+        "<bos>user: Who?<eos>\nassistant: ⟦Ann<eos>\n⟧",
+        "<bos>[1]⟦[]<eos>⟧",
+    ]
+    assert line in about_files(found)
 
 
 def test_a_set_of_fields_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

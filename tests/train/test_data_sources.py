@@ -111,11 +111,50 @@ def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path
     texts = [shown(file, tokenizer, n) for n in range(len(file.spans))]
     assert texts == ["⟦<bos>two<eos>⟧", "⟦<bos>one<eos>⟧"]
     assert file.notes == (
-        f"{folder}: 1 files of other kinds left out",
+        f"{folder}: 1 files of other kinds left out: README.md",
         f"{folder / 'test-0.jsonl'} left out: its name is that of held-out data (see --eval-data)",
     )
     alone = tokenize_files([folder / "test-0.jsonl"], tokenizer, tmp_path / "cache")
     assert len(alone.spans) == 1, "a file that is named itself is read"
+
+
+def test_the_last_suffix_says_what_a_file_is(tmp_path: Path) -> None:
+    """Backups, checksums, locks and what an editor leaves are no data, though their names hold that of some."""
+    data = ["chat.jsonl", "b.JSON", "c.txt.gz", "d.tar.csv", "e.v2.parquet"]
+    strays = [
+        *("chat.jsonl.bak", "chat.jsonl.sha256", "a.txt.swp", "m.json.lock", "export.csv.py", "chat.jsonl~"),
+        *("c.txt.gz.part", "f.tar.gz", "g.jsonl.zip", "h.gz", "x.bak"),
+    ]  # fmt: skip
+    for name in (*data, *strays):
+        (tmp_path / name).write_text("x\n")
+    files, notes = find_sources([tmp_path])
+    assert [source.path.name for source in files] == sorted(data)
+    (note,) = notes
+    assert note.startswith(
+        f"{tmp_path}: 11 files of other kinds left out: a.txt.swp, c.txt.gz.part, "
+    )
+    assert note.endswith(" and 3 more")
+
+
+def test_a_file_whose_name_tells_no_kind_is_read_as_text_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl.bak"
+    path.write_text('{"text": "a"}\n')
+    file = tokens_of(path, tokenizer_with(None))
+    assert file.notes == (f"{path}: read as plain text, one document, by its name",)
+    assert (
+        tokens_of(jsonl(tmp_path / "chat.jsonl", [{"text": "a"}]), tokenizer_with(None)).notes == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.tar.gz", "is an archive"), ("a.txt", "is no text: byte 2 is 0"), ("a", "is no text")]
+)  # fmt: skip
+def test_what_is_no_text_is_not_read_as_one(tmp_path: Path, name: str, message: str) -> None:
+    """An archive of texts is UTF-8, too."""
+    raw = b"ab\0\0c\n"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    with pytest.raises(DataError, match=message):
+        tokens_of(tmp_path / name, tokenizer_with(None))
 
 
 def test_what_is_evaluated_of_a_folder_that_holds_training_data_too(tmp_path: Path) -> None:

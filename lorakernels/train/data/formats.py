@@ -356,7 +356,7 @@ def _content(row: Row, content: Any, field: str) -> str:
 
 
 def _completion(row: Row, template: bool) -> Completion | Chat:
-    prompt, completion = row.value["prompt"], row.value["completion"]
+    prompt, completion = (_texts_or_messages(row.value[key]) for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         before = _read_messages(row, prompt, "prompt")
         after = _read_messages(row, completion, "completion")
@@ -370,6 +370,18 @@ def _completion(row: Row, template: bool) -> Completion | Chat:
     return Completion(
         row.where, _string(row, prompt, "prompt"), _string(row, completion, "completion")
     )
+
+
+def _texts_or_messages(value: Any) -> Any:
+    """A list of messages that a table's cell holds as JSON. Another text stays as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        loaded = load_json(value)
+    except (ValueError, RecursionError):
+        return value
+    said = [isinstance(one, dict) and bool({"role", "from"} & one.keys()) for one in loaded]
+    return loaded if said and all(said) else value
 
 
 def _instruction(row: Row, template: bool) -> Completion | Chat:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from lorakernels.train.data.formats import PLAIN
 from lorakernels.train.data.preview import preview
-from lorakernels.train.data.sources import held_entries
+from lorakernels.train.data.sources import held_entries, some
 from lorakernels.train.data.split import documents_of, hold_out, repeated, truncated, weighted
 from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_files
 from lorakernels.train.errors import DataError, OptionError
@@ -113,6 +113,11 @@ def about_files(file: TokenFile) -> list[str]:
     for one in file.files:
         if one.format != PLAIN:
             lines.append(f"{one.name}: {one.documents:,} rows of {one.format}")
+        if one.bare:
+            lines.append(
+                f"{one.name}: prompts stand without the chat template that this model has; "
+                '{"prompt": [messages], "completion": [messages]} uses it'
+            )
         if one.bad:
             lines.append(f"{one.name}: {one.bad:,} bad rows skipped; the first: {one.first_bad}")
         if one.empty:
@@ -120,17 +125,12 @@ def about_files(file: TokenFile) -> list[str]:
                 f"{one.name}: {one.empty:,} rows dropped, because they have no answer to train"
             )
         if one.unread:
-            lines.append(f"{one.name}: fields that are not read: {_some(one.unread)}")
+            lines.append(f"{one.name}: fields that are not read: {some(one.unread)}")
         if one.skipped:
             lines.append(
-                f"{one.name}: fields that the chat template does not write: {_some(one.skipped)}"
+                f"{one.name}: fields that the chat template does not write: {some(one.skipped)}"
             )
     return lines
-
-
-def _some(names: Sequence[str], most: int = 8) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
 
 
 def _say_nothing(line: str) -> None:

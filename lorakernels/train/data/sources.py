@@ -70,10 +70,13 @@ def kind_of(path: Path) -> str:
     """How the file is read: one of the values of KINDS, or "datasets" for a folder of the datasets library."""
     if path.is_dir():
         return "datasets"
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return KINDS.get(suffixes[-1], TEXT) if suffixes else TEXT
+    return KINDS.get(_suffix(path), TEXT)
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix of a file's name, in small letters and without that of its compression."""
+    suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
+    return suffixes[-2] if suffixes[-1] in COMPRESSED else suffixes[-1]
 
 
 def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
@@ -90,6 +93,8 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
             notes.extend(left)
         else:
             files = [path]
+            if path.is_file() and _suffix(path) not in KINDS:
+                notes.append(f"{path}: read as plain text, one document, by its name")
         for file in files:
             check_kind(file)
         found.extend(Source(entry, file) for file in files)
@@ -143,8 +148,8 @@ def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
     files = list(filter(_is_data, shown))
     if not files:
         raise DataError(f"data folder {folder} holds none of {', '.join(KINDS)}")
-    notes = [f"{folder}: {len(shown) - len(files)} files of other kinds left out"]
-    notes = notes if len(files) < len(shown) else []
+    left = [str(path.relative_to(folder)) for path in shown if not _is_data(path)]
+    notes = [f"{folder}: {len(left)} files of other kinds left out: {some(left)}"] if left else []
     if any(_TRAINED.search(p.stem.lower()) for p in files):
         held = [p for p in files if _HELD_BACK.search(p.stem.lower())]
         files = [p for p in files if p not in held]
@@ -161,7 +166,13 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    return any(suffix.lower() in KINDS for suffix in path.suffixes[-2:])
+    return _suffix(path) in KINDS
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def _splits(folder: Path) -> list[str]:
@@ -193,7 +204,7 @@ def check_kind(path: Path) -> None:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"data file {path} {what}")
-    if reason := REFUSED.get(path.suffix.lower()):
+    if reason := REFUSED.get(path.suffix.lower()) or REFUSED.get(_suffix(path)):
         raise DataError(f"data file {path} {reason}")
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
@@ -221,6 +232,8 @@ def decode(raw: bytes, where: str, offset: int = 0) -> str:
 def _text(path: Path) -> Rows:
     with opened(path) as file:
         raw = file.read()
+    if (place := raw.find(b"\0")) >= 0:
+        raise DataError(f"data file {path} is no text: byte {place} is 0")
     try:
         yield Row(str(path), {"text": decode(raw, str(path))})
     except RowError as error:

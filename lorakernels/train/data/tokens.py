@@ -30,6 +30,7 @@ from lorakernels.train.data.encode import Encoded, Tokens, has_template
 from lorakernels.train.data.formats import (
     PLAIN,
     Chat,
+    Completion,
     Example,
     Format,
     Text,
@@ -75,6 +76,7 @@ class FileCounts:
         documents: rows that became documents.
         bad, first_bad: rows that cannot be used, and the message about the first.
         empty: rows without a token that is trained.
+        bare: prompts and completions that stand without the chat template, if there is one.
         unread: fields of rows that were not read.
         skipped: fields of chats that tell about them and that the chat template does not write.
     """
@@ -86,6 +88,7 @@ class FileCounts:
     bad: int = 0
     first_bad: str = ""
     empty: int = 0
+    bare: int = 0
     unread: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
@@ -284,6 +287,7 @@ def _examples(
             counts.add_bad(error, skip)
             continue
         counts.format = known.name
+        counts.bare += template and isinstance(example, Completion)
         if not isinstance(example, Text) or example.text.strip():
             yield example
 
