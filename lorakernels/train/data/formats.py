@@ -287,7 +287,7 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
             f"{did_you_mean(speaker, tuple(known), 0.6)}"
         )
     names = {said_by: "role", text: "content"}
-    made = {names.get(key, key): value for key, value in message.items() if value is not None}
+    made = {names[k] if k in names else k: v for k, v in message.items() if v is not None}
     made["role"] = known[speaker]
     _check_trained(row, made, field)
     if speaker == "function_call":

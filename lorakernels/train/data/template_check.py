@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 from lorakernels.train.data.encode import Renderer
 from lorakernels.train.data.formats import Chat, did_you_mean, is_empty
@@ -102,6 +102,8 @@ class TemplateCheck:
             field = f"chat_template_kwargs.{name}"
             if name in self._reserved:
                 raise RowError(f'{chat.where}: "{field}" is set by the run itself: take it out')
+            if name not in known and name in CONTENT:
+                raise self._refused(chat, field)
             if name not in known:
                 if near := did_you_mean(name, known):
                     raise RowError(f'{chat.where}: the chat template does not read "{field}"{near}')
@@ -161,7 +163,7 @@ def _variables(template: str) -> tuple[str, ...]:
     from jinja2.meta import find_undeclared_variables
 
     class Generation(jinja2.ext.Extension):
-        tags: ClassVar = {"generation"}
+        tags: set[str] = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
