@@ -93,6 +93,10 @@ UNKNOWN = {
         {"messages": [{"role": "user", "content": "a", "train": True}, *turns("a", "b")[1:]]},
         '"messages[0].train" is true of a message of role user',
     ),
+    "loss of a question": (
+        {"messages": [{"role": "user", "content": "a", "loss": True}, *turns("a", "b")[1:]]},
+        '"messages[0].loss" is true of a message of role user',
+    ),
     "parameters of a call": (
         answer(tool_calls=[{"name": "f", "parameters": {"x": 3}}]),
         "(found 'parameters' beside it)",
