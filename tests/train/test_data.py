@@ -41,7 +41,41 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
             b'{"text": "\xc3\xa9"}\n{"text": "\xe9"}\n',
             "a.jsonl line 2: byte 0xe9 at offset 25 is not UTF-8",
         ),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": "b"\n', "a.jsonl line 3: not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n\n{"text": "b"\n',
+            "a.jsonl line 3: not a JSON object (Expecting ',' delimiter at character 13)",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n{"text": "cut sh\n',
+            "a.jsonl line 2: not a JSON object (Unterminated string starting at character 10)",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "a"} {"text": "b"}\n',
+            "a.jsonl line 1: not a JSON object (Extra data at",
+        ),
+        (
+            "a.jsonl",
+            b"[1, 2]\n",
+            'line 1: expected an object, such as {"messages": [...]} or {"text": "..."}, found list',
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"}]\n{"text": "b"}',
+            "a.json line 2: expected another list or the end of the file, found '{'",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"}]\n]',
+            "line 2: expected another list or the end of the file, found ']'; nothing of the",
+        ),
+        (
+            "a.json",
+            b'[{"text": "a"}]\n\n[{"text": "b"},\n {"te',
+            "a.json line 4: not a whole JSON value",
+        ),
         (
             "a.jsonl",
             b'{"text": "a"}\n["b"]\n',
@@ -105,6 +139,7 @@ def file_of(tmp_path: Path, name: str, content: bytes) -> Path:
         ("a.ndjson", b'{"txt": "a"}', "a.ndjson line 1: found only the fields ['txt']"),
         ("a.csv", b"id,text\n1,a\n2\n", "a.csv line 3: 1 cells, the header has 2 names"),
         ("a.csv", b'text\n"a\n', "a.csv line 2: unexpected end of data"),
+        ("a.csv", b'text,n\n"a,1\nb,2\n"c",3\n', "a.csv lines 2 to 4: ',' expected after '\"'"),
         ("a.csv", b"text\n\xff\n", "a.csv line 1: 'utf-8' codec can't decode byte 0xff"),
         ("a.tsv", b"text\tn\na\n", "a.tsv line 2: 1 cells, the header has 2 names"),
         ("a.parquet", b"PAR1", "a.parquet is not a parquet file that can be read"),

@@ -78,11 +78,19 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             "<bos>system: S<eos>\nuser: a?<eos>\nassistant: ⟦A<eos>\n⟧user: b?<eos>\nassistant: ⟦B<eos>\n⟧",
         ),
         (
+            {"messages": [*turns("a"), {"role": "assistant", "content": "b", "loss": False}, *turns("c", "d")]},
+            "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
+        ),
+        (
             {"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}, *turns("c", "d")]},
             "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
         ),
+        (
+            {"prompt": turns("a", "b"), "completion": turns("", "c")[1:], "system": "S"},
+            "<bos>system: S<eos>\nuser: a<eos>\nassistant: b<eos>\nassistant: ⟦c<eos>\n⟧",
+        ),
     ],
-    ids=["texts", "with ends", "messages", "instruction", "history", "weight 0"],
+    ids=["texts", "with ends", "messages", "instruction", "history", "loss false", "weight 0", "system of a prompt"],
 )  # fmt: skip
 def test_what_is_trained_of_other_rows(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     for template in (PLAIN, MARKED):
@@ -165,10 +173,67 @@ def test_templates_that_change_what_they_wrote(tmp_path: Path) -> None:
         "user: a<eos>\nassistant: ⟦b<eos>\n⟧user: c<eos>\nassistant: ⟦d<eos>\n⟧"
     )
     with pytest.raises(
-        DataError, match=r"line 1: .* before messages\[1\] otherwise .* generation %"
+        DataError, match=r'line 1: .* before "messages\[1\]" otherwise .* generation %'
     ):
         tokens_of(path, tokenizer_with(COUNTING))
     assert tokens_of(path, tokenizer_with(COUNTING), train_on_inputs=True).trained is None
+
+
+# A system prompt of its own where the chat brings none, as Qwen2.5's
+DEFAULT = "{% if messages[0].role != 'system' %}system: Help.<eos>\n{% endif %}"
+TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
+ASKS = "{% if add_generation_prompt %}assistant: {% endif %}"
+# A system prompt becomes the beginning of the first question, as Llama 2's, and stands alone as nothing
+FOLDED = (
+    "{% set first = messages[0].role == 'system' %}{% for m in (messages[1:] if first else messages) %}"
+    "{{ m.role }}: {% if first and loop.first %}{{ messages[0].content }} {% endif %}{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt and messages | length > 1 %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "expected"),
+    [
+        (
+            DEFAULT + TURN + ASKS,
+            turns("", "hello", "q", "a")[1:],
+            "system: Help.<eos>\nassistant: ⟦hello<eos>\n⟧user: q<eos>\nassistant: ⟦a<eos>\n⟧",
+        ),
+        (DEFAULT + TURN + ASKS, turns("", "hello")[1:], "system: Help.<eos>\nassistant: ⟦hello<eos>\n⟧"),
+        (
+            TURN + ASKS,
+            [*turns("", "", system="s")[::2], *turns("", "two")[1:]],
+            "system: s<eos>\nassistant: ⟦<eos>\n⟧assistant: ⟦two<eos>\n⟧",
+        ),
+        (FOLDED, turns("", "hello", system="s")[::2], "assistant: s ⟦hello<eos>\n⟧"),
+        (OPENED, turns("", "<b>", "q", "<i>")[1:], "assistant: ⟦<b><eos>\n⟧user: q<eos>\nassistant: ⟦<i><eos>\n⟧"),
+        (OPENED, turns("q", ""), "user: q<eos>\nassistant: ⟦<eos>\n⟧"),
+        (
+            DEFAULT + TURN + ASKS,
+            [{"role": "assistant", "content": "hello", "weight": 0}, *turns("q", "a")],
+            "system: Help.<eos>\nassistant: hello<eos>\nuser: q<eos>\nassistant: ⟦a<eos>\n⟧",
+        ),
+    ],
+    ids=["first", "alone", "after a system prompt", "folded", "opened tag", "empty", "weight 0"],
+)  # fmt: skip
+def test_answers_without_a_question_before_them(
+    tmp_path: Path, template: str, row: list[dict[str, Any]], expected: str
+) -> None:
+    """As ShareGPT's data often begin. No template writes an empty chat, which would tell where they begin."""
+    tokenizer = tokenizer_with(template)
+    file = tokens_of(jsonl(tmp_path / "a.jsonl", [{"messages": row}]), tokenizer)
+    assert shown(file, tokenizer) == expected
+
+
+def test_an_answer_of_which_nobody_knows_the_beginning_is_refused(tmp_path: Path) -> None:
+    """As by Qwen3's template, which opens an answer with its thoughts only if there is a question."""
+    thinking = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and messages[0].role == 'user' %}"
+        "<think></think>{% endif %}{{ m.content }}<eos>\n{% endfor %}" + ASKS
+    )
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": turns("", "a")[1:]}])
+    with pytest.raises(DataError, match=r'line 1: no question precedes "messages\[0\]".*inputs$'):
+        tokens_of(path, tokenizer_with(thinking))
 
 
 @pytest.mark.parametrize(
@@ -274,8 +339,8 @@ GOOD = {"messages": turns("a", "b")}
         ({"messages": turns("\ud800")}, "character 0 of the messages[0].content is a lone surrogate"),
         ({"messages": [{"from": "x", "value": "a"}]}, "\"messages[0].from\" is 'x', expected one of human"),
         (
-            {"messages": [{"role": "narrator", "content": "a"}]},
-            'the chat template refuses the "messages": TemplateError: no role narrator',
+            {"messages": [{"role": "developer", "content": "a"}]},
+            'the chat template refuses the "messages": TemplateError: no role developer',
         ),
         ({"text": "a"}, 'the field "messages" is missing, which the first row of the file has'),
         (3, 'expected an object with "messages", found int'),

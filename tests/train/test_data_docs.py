@@ -31,6 +31,7 @@ def test_a_row_of_the_docs_is_read(tmp_path: Path, number: int) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(row + "\n", encoding="utf-8")
     tokenizer = tokenizer_with(
+        "{% if tools %}{{ tools }}\n{% endif %}"
         "{% for m in messages %}{{ m.role }} {{ m.content or m.tool_calls }}\n{% endfor %}"
     )
     text = shown(tokens_of(path, tokenizer), tokenizer)

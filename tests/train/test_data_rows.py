@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lorakernels.train.data.prepare import RunData, load_data
-from lorakernels.train.errors import DataError
+from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.loop import Trainer
 from lorakernels.train.model import load_model, summed_loss
 from lorakernels.train.options import FinetuneOptions
@@ -102,6 +102,108 @@ def test_weights_are_how_often_an_epoch_takes_the_documents(tmp_path: Path, load
     again, _ = load(two, one, data_weights=[2, 0.5])
     assert sorted(learned(again.train)) == sorted(found), "the choice is of the content"
     assert load(one, two, data_weights=[0.5, 2], seed=1)[0].train.targets == data.train.targets
+
+
+def lengths_of(data: RunData) -> int:
+    """The tokens that an epoch takes of all documents, with each one's first."""
+    return int(data.train.lengths.sum()) + len(data.train.lengths)
+
+
+@pytest.mark.parametrize("weight", [0.02, 0.3, 0.5, 1.5, 2.5])
+@pytest.mark.parametrize("sizes", [[400], [9, 400, 13], [30] * 20], ids=["one", "unequal", "equal"])
+def test_a_weight_is_the_share_of_tokens_also_of_one_text(
+    tmp_path: Path, load: Load, weight: float, sizes: list[int]
+) -> None:
+    """Each .txt is one document. The last that a share takes is cut."""
+    one = jsonl(tmp_path / "a.jsonl", [{"text": "a" * 50}])
+    two = jsonl(
+        tmp_path / "b.jsonl", [{"text": f"{i:02}" + "b" * (n - 4)} for i, n in enumerate(sizes)]
+    )
+    data, said = load(one, two, data_weights=[1, weight], seq_len=512)
+    taken = round(weight * sum(sizes))
+    assert lengths_of(data) == 52 + taken
+    assert said[0] == f"data_weights: 1 of {one} is 52 tokens an epoch, of 52"
+    assert (
+        said[1]
+        == f"data_weights: {weight:g} of {two} is {taken:,} tokens an epoch, of {sum(sizes)}"
+    )
+
+
+def test_a_weight_of_chats_takes_whole_ones_by_what_is_trained_of_them(
+    tmp_path: Path, load: Load
+) -> None:
+    """Nearest to the share: within half of the longest, which here is what seq_len leaves of it."""
+    path = chats(tmp_path / "a.jsonl", *("x" * (5 * n) for n in range(9)), "y" * 5000)
+    everything, _ = load(path)
+    assert len(everything.train.lengths) == 10
+    for weight in (0.1, 0.25, 0.5, 0.75, 1.5):
+        data, _ = load(path, data_weights=[weight])
+        assert abs(lengths_of(data) - weight * lengths_of(everything)) <= 33
+        assert set(data.train.lengths.tolist()) <= set(everything.train.lengths.tolist())
+
+
+@pytest.mark.parametrize(
+    ("weight", "rows"), [(0.5, 1), (1.5, 1), (0.3, 3), (1e-4, 0)], ids=["half", "one and a half", "third", "text"]
+)  # fmt: skip
+def test_less_than_one_document_is_refused(
+    tmp_path: Path, load: Load, weight: float, rows: int
+) -> None:
+    path = chats(tmp_path / "a.jsonl", *(f"a{n}" for n in range(rows)))
+    if not rows:
+        jsonl(path, [{"text": "a" * 100}])
+    message = rf"data_weights: [0-9.e-]+ of the {rows or 1} documents of .*a\.jsonl is less than one .* for {weight:g}$"
+    with pytest.raises(OptionError, match=message):
+        load(path, data_weights=[weight])
+
+
+def test_a_weight_takes_nothing_of_what_is_held_out(tmp_path: Path, load: Load) -> None:
+    texts = [{"text": f"{n}: " + "word " * n} for n in range(30)]
+    data, said = load(
+        jsonl(tmp_path / "a.jsonl", texts), data_weights=[2.5], eval_fraction=0.2, seq_len=512
+    )
+    train, held = ({rows.tokens[s : s + n].tobytes() for s, n in zip(rows.starts, rows.lengths, strict=True)}
+                   for rows in (data.train, data.held))  # fmt: skip
+    assert held and not held & train
+    total = int(said[0].rsplit(" ", 1)[1].replace(",", ""))
+    assert lengths_of(data) == round(2.5 * total)
+
+
+@pytest.mark.parametrize("times", [2, 10])
+def test_rows_that_repeat_are_held_out_together(tmp_path: Path, load: Load, times: int) -> None:
+    """Else the held-out loss is that of rows that are trained. A chat is what seq_len leaves of it."""
+    answers = [f"answer {n}" for n in range(40)] + [f"{'z' * 80}{n}" for n in range(10)]
+    one = chats(tmp_path / "a.jsonl", *answers * (times - 1))
+    two = chats(tmp_path / "b.jsonl", *answers)
+    data, _ = load(one, two, eval_fraction=0.3)
+    train, held = learned(data.train), learned(data.held)
+    assert len(train) + len(held) == 50 * times
+    assert held and not set(train) & set(held)
+    short = [text for text in train + held if text.startswith("answer")]
+    assert all((train + held).count(text) == times for text in short)
+
+
+def test_equal_documents_alone_are_refused_or_cut_alike(tmp_path: Path, load: Load) -> None:
+    path = chats(tmp_path / "a.jsonl", *["same"] * 5)
+    with pytest.raises(DataError, match="the data is 5 documents that are all equal, of which no"):
+        load(path, eval_fraction=0.2)
+    texts = jsonl(tmp_path / "b.jsonl", [{"text": "a" * 38}] * 2 + [{"text": "b"}])
+    data, said = load(texts, eval_fraction=0.02)
+    assert any("the last 2 tokens of the longest document held out" in line for line in said)
+    assert sorted(data.train.lengths.tolist()) == [2, 37, 37]
+
+
+def test_eval_data_that_is_trained_too_is_said(tmp_path: Path, load: Load) -> None:
+    """By tokens, whatever the file; also where a weight takes a part of a text."""
+    one = chats(tmp_path / "a.jsonl", "a", "b", "c", "c")
+    two = chats(tmp_path / "b.jsonl", "b", "c", "d")
+    line = "held-out data: {} of its {} documents are trained, too"
+    assert line.format(2, 3) in load(one, eval_data=[str(two)])[1]
+    assert line.format(4, 4) in load(one, eval_data=[str(one)])[1]
+    text = tmp_path / "book.txt"
+    text.write_text("book " * 50)
+    assert line.format(1, 1) in load(text, eval_data=[str(text)], data_weights=[0.5])[1]
+    other = chats(tmp_path / "c.jsonl", "d")
+    assert not any("trained, too" in line for line in load(one, eval_data=[str(other)])[1])
 
 
 def test_eval_data_is_all_that_is_held_out(tmp_path: Path, load: Load) -> None:

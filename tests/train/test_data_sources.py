@@ -111,11 +111,50 @@ def test_a_folder_is_its_data_files_and_held_out_data_is_left_out(tmp_path: Path
     texts = [shown(file, tokenizer, n) for n in range(len(file.spans))]
     assert texts == ["⟦<bos>two<eos>⟧", "⟦<bos>one<eos>⟧"]
     assert file.notes == (
-        f"{folder}: 1 files of other kinds left out",
+        f"{folder}: 1 files of other kinds left out: README.md",
         f"{folder / 'test-0.jsonl'} left out: its name is that of held-out data (see --eval-data)",
     )
     alone = tokenize_files([folder / "test-0.jsonl"], tokenizer, tmp_path / "cache")
     assert len(alone.spans) == 1, "a file that is named itself is read"
+
+
+def test_the_last_suffix_says_what_a_file_is(tmp_path: Path) -> None:
+    """Backups, checksums, locks and what an editor leaves are no data, though their names hold that of some."""
+    data = ["chat.jsonl", "b.JSON", "c.txt.gz", "d.tar.csv", "e.v2.parquet"]
+    strays = [
+        *("chat.jsonl.bak", "chat.jsonl.sha256", "a.txt.swp", "m.json.lock", "export.csv.py", "chat.jsonl~"),
+        *("c.txt.gz.part", "f.tar.gz", "g.jsonl.zip", "h.gz", "x.bak"),
+    ]  # fmt: skip
+    for name in (*data, *strays):
+        (tmp_path / name).write_text("x\n")
+    files, notes = find_sources([tmp_path])
+    assert [source.path.name for source in files] == sorted(data)
+    (note,) = notes
+    assert note.startswith(
+        f"{tmp_path}: 11 files of other kinds left out: a.txt.swp, c.txt.gz.part, "
+    )
+    assert note.endswith(" and 3 more")
+
+
+def test_a_file_whose_name_tells_no_kind_is_read_as_text_and_said(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl.bak"
+    path.write_text('{"text": "a"}\n')
+    file = tokens_of(path, tokenizer_with(None))
+    assert file.notes == (f"{path}: read as plain text, one document, by its name",)
+    assert (
+        tokens_of(jsonl(tmp_path / "chat.jsonl", [{"text": "a"}]), tokenizer_with(None)).notes == ()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.tar.gz", "is an archive"), ("a.txt", "is no text: byte 2 is 0"), ("a", "is no text")]
+)  # fmt: skip
+def test_what_is_no_text_is_not_read_as_one(tmp_path: Path, name: str, message: str) -> None:
+    """An archive of texts is UTF-8, too."""
+    raw = b"ab\0\0c\n"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    with pytest.raises(DataError, match=message):
+        tokens_of(tmp_path / name, tokenizer_with(None))
 
 
 def test_what_is_evaluated_of_a_folder_that_holds_training_data_too(tmp_path: Path) -> None:
@@ -196,6 +235,49 @@ def test_rows_behind_one_with_a_name_twice_are_read(tmp_path: Path, kind: str) -
     )
     assert [shown(file, tokenizer, n) for n in (0, 1)] == ["⟦<bos>a<eos>⟧", "⟦<bos>b<eos>⟧"]
     assert (file.files[0].documents, file.files[0].bad) == (2, 1)
+
+
+@pytest.mark.parametrize("between", ["", "\n", "\n\n[]\n"])
+def test_lists_behind_another_are_read(tmp_path: Path, between: str) -> None:
+    """As of `cat a.json b.json`."""
+    path, rows = tmp_path / "a.json", json.dumps([{"text": "a"}, {"text": "b"}])
+    path.write_text(rows + between + rows + "\n")
+    assert len(tokens_of(path, tokenizer_with(None)).spans) == 4
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+def test_what_follows_a_compressed_stream_is_read_or_refused(tmp_path: Path, kind: str) -> None:
+    """Python's own readers of .bz2 and .xz end there without a word."""
+    packers = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    if kind == "zst":
+        packers["zst"] = pytest.importorskip("pyarrow").Codec("zstd").compress
+    one, two = (bytes(packers[kind](f'{{"text": "{c * 99999}"}}\n'.encode())) for c in "ab")
+    path = tmp_path / f"a.jsonl.{kind}"
+    path.write_bytes(one + two)
+    assert len(tokens_of(path, tokenizer_with(None)).spans) == 2
+    if kind != "zst":
+        path.write_bytes(one + bytes(8) + two + bytes(4))
+        assert len(tokens_of(path, tokenizer_with(None)).spans) == 2, "zeros are padding"
+    for rest in (b'{"text": "b"}\n', two[:-9]):
+        path.write_bytes(one + rest)
+        with pytest.raises(DataError, match=rf"a\.jsonl\.{kind} cannot be "):
+            tokens_of(path, tokenizer_with(None), skip_bad_rows=True)
+
+
+def test_rows_behind_a_quote_that_does_not_end_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('text,n\n"one,1\n"two",2\nthree,3\n')
+    file = tokens_of(path, tokenizer_with(None), skip_bad_rows=True)
+    assert (len(file.spans), file.files[0].bad) == (1, 1)
+    assert "a.csv lines 2 to 3: " in file.files[0].first_bad
+
+
+def test_columns_of_one_name_in_a_parquet_file(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet: there are several columns named 'text'"):
+        tokens_of(tmp_path / "a.parquet", tokenizer_with(None))
 
 
 def test_a_list_that_was_cut_off_gives_its_whole_rows(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -28,10 +28,16 @@ from lorakernels.train.errors import DataError
 # A text is tokenized in blocks of about this many characters. Each block ends after a newline if it has one.
 BLOCK = 1 << 20
 AT_ONCE = 64
+_PROMPTS = {"system", "developer"}  # roles of messages that ask nothing
 _MARKER = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 Range = tuple[int, int]
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,6 @@ class Tokens:
 
     tokenizer: Any
     train_on_inputs: bool = False
-
-    @property
-    def template(self) -> bool:
-        """Whether the tokenizer has a chat template."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
 
     def encode(self, examples: Iterable[Example]) -> Iterator[Encoded | RowError]:
         """The tokens of each example, and an error in the place of an example that the template refuses.
@@ -178,6 +179,12 @@ def _blocks(text: str) -> Iterator[str]:
     yield text[start:]
 
 
+def _shared(text: str, other: str) -> int:
+    """How many characters two texts begin with in common."""
+    differs = (i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(differs, min(len(text), len(other)))
+
+
 def _core(message: dict[str, Any]) -> str:
     """What of a message every template keeps: its content without thoughts, or the name of its tool."""
     content = str(message.get("content") or "").rpartition("</think>")[2].strip()
@@ -194,7 +201,7 @@ class Renderer:
     @property
     def marks(self) -> bool:
         """Whether the template marks what the assistant generates."""
-        return _MARKER.search(self._template()) is not None
+        return _MARKER.search(self.template()) is not None
 
     def text(self, count: int | None = None, ask: bool = False) -> str:
         """The text of the first ``count`` messages. With ``ask`` it ends where the assistant's next one begins.
@@ -211,6 +218,7 @@ class Renderer:
                     tools=self.chat.tools,
                     add_generation_prompt=ask,
                     tokenize=False,
+                    **self.chat.kwargs,
                 )
             )
 
@@ -226,13 +234,14 @@ class Renderer:
             texts, ranges = render_jinja_template(
                 conversations=[self.chat.messages],
                 tools=self.chat.tools,
-                chat_template=self._template(),
+                chat_template=self.template(),
                 return_assistant_tokens_mask=True,
-                **self.tokenizer.special_tokens_map,
+                **{**self.tokenizer.special_tokens_map, **self.chat.kwargs},
             )
         return str(texts[0]), [(int(start), int(stop)) for start, stop in ranges[0]]
 
-    def _template(self) -> str:
+    def template(self) -> str:
+        """The text of the template that writes this chat; some tokenizers have another for chats with tools."""
         return str(self.tokenizer.get_chat_template(None, self.chat.tools))
 
     @contextlib.contextmanager
@@ -253,8 +262,33 @@ class Renderer:
         """
         full = self.text()
         for number in self.chat.answers:
-            start = self._start(full, number)
-            yield start, self._stop(full, number, start)
+            before = {message["role"] for message in self.chat.messages[:number]}
+            yield (self._opening if before <= _PROMPTS else self._range)(full, number)
+
+    def _range(self, full: str, number: int) -> Range:
+        start = self._start(full, number)
+        return start, self._stop(full, number, start)
+
+    def _opening(self, full: str, number: int) -> Range:
+        """The range of an answer that no question precedes.
+
+        No template says where it begins: few write a system prompt alone as they do before messages, and none writes
+        no messages. So a question is put before the answer, and the answer must end the chat in the same words.
+        """
+        messages, fields = self.chat.messages, self.chat.fields
+        messages = [*messages[:number], {"role": "user", "content": "?"}, *messages[number:]]
+        fields = (*fields[:number], "a question", *fields[number:])
+        asked = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
+        text = asked.text()
+        start, stop = asked._range(text, number + 1)
+        if not full.endswith(text[start:]):
+            raise RowError(
+                f'{self.chat.where}: no question precedes "{fields[number + 1]}", and the chat template writes it '
+                "otherwise after one, so its tokens are not known: give a template with {% generation %}, or "
+                "--train-on-inputs"
+            )
+        moved = len(full) - len(text)
+        return start + moved, stop + moved
 
     def _start(self, full: str, number: int) -> int:
         """Some templates ask with more than they keep of an answer, such as an opened tag for its thoughts."""
@@ -264,8 +298,11 @@ class Renderer:
         before = self.text(number)
         if not full.startswith(before):
             raise self._changes(number)
-        differs = (i for i, (a, b) in enumerate(zip(full, asked, strict=False)) if a != b)
-        return next(differs, min(len(full), len(asked)))
+        # an answer may begin with the same letters as that tag
+        messages = list(self.chat.messages)
+        messages[number] = {**messages[number], "content": "?"}
+        other = Renderer(self.tokenizer, replace(self.chat, messages=messages)).text()
+        return min(_shared(full, asked), _shared(other, asked))
 
     def _stop(self, full: str, number: int, start: int) -> int:
         """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
@@ -289,6 +326,7 @@ class Renderer:
 
     def _changes(self, number: int) -> RowError:
         return RowError(
-            f"{self.chat.where}: the chat template writes what comes before messages[{number}] otherwise once that "
-            "message follows, so its tokens are not known: give a template with {% generation %}, or --train-on-inputs"
+            f'{self.chat.where}: the chat template writes what comes before "{self.chat.fields[number]}" otherwise '
+            "once that message follows, so its tokens are not known: give a template with {% generation %}, or "
+            "--train-on-inputs"
         )

@@ -13,8 +13,10 @@ keep a rendered text beside the fields that it was made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from lorakernels.train.data.sources import Row, RowError
@@ -38,6 +40,21 @@ SPEAKERS = {
     "function": "tool",
     "observation": "tool",
 }
+# Roles as chat templates know them, and what ShareGPT calls them
+ROLES = {
+    **{name: name for name in ("system", "developer", "user", ASSISTANT)},
+    **{name: name for name in ("tool", "function", "ipython", "observation")},
+}
+ROLES = {**ROLES, **{name: role for name, role in SPEAKERS.items() if name not in ROLES}}
+# What a message may say of whether it is trained: in OpenAI's files weight, in Axolotl's train, in ms-swift's loss
+TRAINED = {"weight": (0, 1), "train": (False, True), "loss": (False, True)}
+_CALL = ("function", "id", "type", "index")  # of a tool call, and of its function
+_FUNCTION = ("name", "arguments", "id", "type", "index")
+CHAT_FIELDS = (
+    "system",
+    "tools",
+    "chat_template_kwargs",
+)  # what a row of every kind of chat may have
 # The prompts of the Alpaca data, for a tokenizer without a chat template.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -69,12 +86,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages for a chat template. ``answers`` are the numbers of the messages that are trained."""
+    """Messages for a chat template.
+
+    Attributes:
+        answers: the numbers of the messages that are trained.
+        fields: where in the row each message stands, such as "messages[0]".
+        kwargs: further variables of the template, the row's ``chat_template_kwargs``.
+    """
 
     where: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     answers: tuple[int, ...]
+    fields: tuple[str, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 Example = Text | Completion | Chat
@@ -84,12 +109,13 @@ Example = Text | Completion | Chat
 class Format:
     """One form of rows. ``keys`` are the fields that tell it; ``make(row, template)`` gives the example.
 
-    ``template`` is whether the tokenizer has a chat template.
+    ``template`` is whether the tokenizer has a chat template. ``more`` are fields that are read if a row has them.
     """
 
     name: str
     keys: tuple[str, ...]
     make: Callable[[Row, bool], Example]
+    more: tuple[str, ...] = ()
 
 
 def find_format(row: Row) -> Format:
@@ -99,7 +125,8 @@ def find_format(row: Row) -> Format:
         RowError: the row is none of the formats.
     """
     if not isinstance(row.value, dict):
-        raise RowError(f'{row.where}: expected an object with "text", found {_kind(row.value)}')
+        wanted = 'an object, such as {"messages": [...]} or {"text": "..."}'
+        raise RowError(f"{row.where}: expected {wanted}, found {_kind(row.value)}")
     for known in FORMATS:
         if all(key in row.value for key in known.keys):
             return known
@@ -127,6 +154,25 @@ def example_of(row: Row, known: Format, template: bool) -> Example:
     return known.make(row, template)
 
 
+def unread(row: Row, known: Format, example: Example) -> list[str]:
+    """The fields of a row, not empty, of which nothing is in the example."""
+    read = (*known.keys, *known.more, *(CHAT_FIELDS if isinstance(example, Chat) else ()))
+    left = (key for key, value in row.value.items() if key not in read and not is_empty(value))
+    return [f"{key or repr(key)}{did_you_mean(str(key), read)}" for key in left]
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a field holds as much as if it were not there. Numbers and truth values always hold something."""
+    return value is None or (isinstance(value, (str, list, dict)) and not value)
+
+
+@lru_cache(1024)  # rows have the same names again and again
+def did_you_mean(name: str, known: tuple[str, ...], cutoff: float = 0.8) -> str:
+    """The nearest of the known names, as a question in brackets. Empty if none is near."""
+    near = difflib.get_close_matches(name.lower(), known, 1, cutoff)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
 
@@ -145,18 +191,31 @@ def _string(row: Row, value: Any, field: str) -> str:
 
 def _list(row: Row, value: Any, field: str) -> list[Any]:
     """A list. A table's cell may hold it as JSON."""
-    if isinstance(value, str):
-        try:
-            value = load_json(value)
-        except NameTwice as error:
-            raise RowError(f'{row.where}: the text under "{field}": {error}') from error
-        except (ValueError, RecursionError) as error:
-            raise RowError(
-                f'{row.where}: the text under "{field}" is not a JSON list ({error})'
-            ) from error
+    value = _loaded(row, value, field, "list")
     if not isinstance(value, list):
         raise RowError(f'{row.where}: expected a list under "{field}", found {_kind(value)}')
     return value
+
+
+def _object(row: Row, value: Any, field: str) -> dict[str, Any]:
+    """An object. A table's cell may hold it as JSON."""
+    value = _loaded(row, value, field, "object")
+    if not isinstance(value, dict):
+        raise RowError(f'{row.where}: expected an object under "{field}", found {_kind(value)}')
+    return value
+
+
+def _loaded(row: Row, value: Any, field: str, wanted: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return load_json(value)
+    except NameTwice as error:
+        raise RowError(f'{row.where}: the text under "{field}": {error}') from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(
+            f'{row.where}: the text under "{field}" is not a JSON {wanted} ({error})'
+        ) from error
 
 
 def _text(row: Row, template: bool) -> Text:
@@ -165,30 +224,45 @@ def _text(row: Row, template: bool) -> Text:
 
 def _messages(key: str) -> Callable[[Row, bool], Chat]:
     def make(row: Row, template: bool) -> Chat:
-        return _chat(row, _read_messages(row, row.value[key], key))
+        messages = _read_messages(row, row.value[key], key)
+        return _chat(row, messages, _numbered(key, messages))
 
     return make
 
 
-def _chat(row: Row, messages: list[dict[str, Any]], first: int = 0) -> Chat:
+def _numbered(key: str, messages: Sequence[Any]) -> list[str]:
+    return [f"{key}[{i}]" for i in range(len(messages))]
+
+
+def _chat(
+    row: Row, messages: list[dict[str, Any]], fields: Sequence[str], first: int = 0
+) -> Chat:  # fmt: skip
     """``first`` is the number of the first message that may be trained."""
     system = row.value.get("system")
-    if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": _string(row, system, "system")}, *messages]
-        first += 1
+    if not is_empty(system):
+        system = _string(row, system, "system")
+        if messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+            fields, first = ["system", *fields], first + 1
+        elif messages[0].get("content") != system:
+            raise RowError(
+                f'{row.where}: "system" and "{fields[0]}" are two system prompts: leave one of them'
+            )
     answers = [
         number
         for number, message in enumerate(messages)
         if number >= first and message["role"] == ASSISTANT and _is_trained(message)
     ]
-    shown = [{k: v for k, v in m.items() if k not in ("weight", "train")} for m in messages]
+    shown = [{k: v for k, v in m.items() if k not in TRAINED} for m in messages]
     tools = row.value.get("tools")
-    return Chat(row.where, shown, _list(row, tools, "tools") if tools else None, tuple(answers))
+    tools = None if is_empty(tools) else _list(row, tools, "tools") or None
+    kwargs = row.value.get("chat_template_kwargs")
+    kwargs = {} if is_empty(kwargs) else _object(row, kwargs, "chat_template_kwargs")
+    return Chat(row.where, shown, tools, tuple(answers), tuple(fields), kwargs)
 
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
-    """OpenAI's files say weight 0, Axolotl's train false, of an answer that is not to be learned."""
-    return message.get("weight") != 0 and message.get("train") is not False
+    return all(message.get(key) != 0 for key in TRAINED)
 
 
 def _read_messages(row: Row, value: Any, field: str) -> list[dict[str, Any]]:
@@ -199,38 +273,47 @@ def _read_messages(row: Row, value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
+    """A message with a role that chat templates know, and all else that it has but nulls."""
     if not isinstance(message, dict):
         raise RowError(f'{row.where}: expected a message under "{field}", found {_kind(message)}')
-    if "from" in message and "role" not in message:
-        return _spoken(row, message, field)
-    made = {key: value for key, value in message.items() if value is not None}
-    made["role"] = _string(row, message.get("role"), f"{field}.role")
+    spoken = "from" in message and "role" not in message  # ShareGPT's form
+    said_by, text, known = ("from", "value", SPEAKERS) if spoken else ("role", "content", ROLES)
+    if spoken and "content" in message:
+        raise RowError(f'{row.where}: "{field}" has "from", so expected "value", found "content"')
+    speaker = _string(row, message.get(said_by), f"{field}.{said_by}")
+    if speaker not in known:
+        raise RowError(
+            f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(known)}'
+            f"{did_you_mean(speaker, tuple(known), 0.6)}"
+        )
+    made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
+    if spoken:
+        made = {{"from": "role", "value": "content"}.get(k, k): made[k] for k in made}
+    made["role"] = known[speaker]
+    _check_trained(row, made, field)
+    if speaker == "function_call":
+        made["tool_calls"] = [made.pop("content", None)]
     calls = made.get("tool_calls")
     if calls:
-        made["tool_calls"] = [
-            _call(row, call, f"{field}.tool_calls") for call in _list(row, calls, field)
-        ]
-    elif "content" not in made:
-        raise RowError(
-            f'{row.where}: expected a string under "{field}.content", found {_kind(None)}'
-        )
-    if "content" in made:
-        made["content"] = _content(row, made["content"], f"{field}.content")
+        listed = _list(row, calls, f"{field}.tool_calls")
+        made["tool_calls"] = [_call(row, call, f"{field}.tool_calls") for call in listed]
+    if "content" in made or not calls:
+        made["content"] = _content(row, made.get("content"), f"{field}.{text}")
     return made
 
 
-def _spoken(row: Row, message: dict[str, Any], field: str) -> dict[str, Any]:
-    """A message of ShareGPT's form."""
-    speaker = _string(row, message["from"], f"{field}.from")
-    if speaker not in SPEAKERS:
+def _check_trained(row: Row, message: Mapping[str, Any], field: str) -> None:
+    """Refuse what would train less or more of a message than it says."""
+    for key, values in TRAINED.items():
+        if key in message and message[key] not in values:
+            wanted = " or ".join(map(str, values)).lower()
+            raise RowError(f'{row.where}: "{field}.{key}" is {message[key]!r}, expected {wanted}')
+    asked = [key for key in ("train", "loss") if message.get(key)]
+    if asked and message["role"] != ASSISTANT:
         raise RowError(
-            f'{row.where}: "{field}.from" is {speaker!r}, expected one of {", ".join(SPEAKERS)}'
+            f'{row.where}: "{field}.{asked[0]}" is true of a message of role {message["role"]}, and the loss covers '
+            "those of the assistant: leave it out"
         )
-    value = _string(row, message.get("value"), f"{field}.value")
-    made: dict[str, Any] = {"role": SPEAKERS[speaker], "content": value}
-    if speaker == "function_call":
-        made = {"role": ASSISTANT, "tool_calls": [_call(row, value, f"{field}.value")]}
-    return made | {key: message[key] for key in ("weight", "train") if key in message}
 
 
 def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
@@ -242,6 +325,12 @@ def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
             function["arguments"] = load_json(function["arguments"])
         if not isinstance(function["name"], str):
             raise TypeError("its name is not a string")
+        parts = (
+            ((call, _CALL), (function, _FUNCTION)) if "function" in call else ((call, _FUNCTION),)
+        )
+        for part, known in parts:
+            if others := [key for key in part if key not in known and part[key] is not None]:
+                raise TypeError(f"found {others[0]!r} beside it")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         wanted = 'an object with "name" and "arguments"'
         raise RowError(f'{row.where}: expected {wanted} under "{field}" ({error})') from error
@@ -259,19 +348,42 @@ def _content(row: Row, content: Any, field: str) -> str:
             raise RowError(
                 f'{row.where}: "{field}" holds a part of kind {found!r}, only text is trained'
             )
+        if others := [
+            key for key in part if key not in ("type", "text") and not is_empty(part[key])
+        ]:
+            raise RowError(
+                f'{row.where}: a part of "{field}" has {others[0]!r}, only text is trained'
+            )
     return "".join(_string(row, part.get("text"), f"{field}.text") for part in content)
 
 
 def _completion(row: Row, template: bool) -> Completion | Chat:
-    prompt, completion = row.value["prompt"], row.value["completion"]
+    prompt, completion = (_texts_or_messages(row.value[key]) for key in ("prompt", "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         before = _read_messages(row, prompt, "prompt")
         after = _read_messages(row, completion, "completion")
-        return _chat(row, before + after, len(before))
-    made = Completion(
+        fields = [*_numbered("prompt", before), *_numbered("completion", after)]
+        return _chat(row, before + after, fields, len(before))
+    if lost := [key for key in ("system", "tools") if not is_empty(row.value.get(key))]:
+        raise RowError(
+            f'{row.where}: "{lost[0]}" has no place beside a prompt that is a text: write {{"prompt": [messages], '
+            '"completion": [messages]}'
+        )
+    return Completion(
         row.where, _string(row, prompt, "prompt"), _string(row, completion, "completion")
     )
-    return made
+
+
+def _texts_or_messages(value: Any) -> Any:
+    """A list of messages that a table's cell holds as JSON. Another text stays as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        loaded = load_json(value)
+    except (ValueError, RecursionError):
+        return value
+    said = [isinstance(one, dict) and bool({"role", "from"} & one.keys()) for one in loaded]
+    return loaded if said and all(said) else value
 
 
 def _instruction(row: Row, template: bool) -> Completion | Chat:
@@ -292,7 +404,8 @@ def _instruction(row: Row, template: bool) -> Completion | Chat:
         return Completion(row.where, form.format(instruction=question, input=more), answer)
     before = [turn for i, pair in enumerate(history) for turn in _pair(row, pair, i)]
     asked = f"{question}\n{more}" if more else question
-    return _chat(row, [*before, *_turns(asked, answer)])
+    fields = [f"history[{i // 2}]" for i in range(len(before))]
+    return _chat(row, [*before, *_turns(asked, answer)], [*fields, "instruction", "output"])
 
 
 def _pair(row: Row, pair: Any, number: int) -> list[dict[str, Any]]:
@@ -312,7 +425,7 @@ FORMATS = (
     Format("conversations", ("conversations",), _messages("conversations")),
     Format("conversations", ("conversation",), _messages("conversation")),
     Format("prompt and completion", ("prompt", "completion"), _completion),
-    Format("instruction and output", ("instruction", "output"), _instruction),
+    Format("instruction and output", ("instruction", "output"), _instruction, ("input", "history")),
     Format(PLAIN, ("text",), _text),
 )
 

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lorakernels.train.data.formats import PLAIN
 from lorakernels.train.data.preview import preview
-from lorakernels.train.data.sources import held_entries
-from lorakernels.train.data.split import hold_out, truncated, weighted
+from lorakernels.train.data.sources import held_entries, some
+from lorakernels.train.data.split import documents_of, hold_out, repeated, truncated, weighted
 from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_files
 from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.options import FinetuneOptions
@@ -111,11 +113,22 @@ def about_files(file: TokenFile) -> list[str]:
     for one in file.files:
         if one.format != PLAIN:
             lines.append(f"{one.name}: {one.documents:,} rows of {one.format}")
+        if one.bare:
+            lines.append(
+                f"{one.name}: prompts stand without the chat template that this model has; "
+                '{"prompt": [messages], "completion": [messages]} uses it'
+            )
         if one.bad:
             lines.append(f"{one.name}: {one.bad:,} bad rows skipped; the first: {one.first_bad}")
         if one.empty:
             lines.append(
                 f"{one.name}: {one.empty:,} rows dropped, because they have no answer to train"
+            )
+        if one.unread:
+            lines.append(f"{one.name}: fields that are not read: {some(one.unread)}")
+        if one.skipped:
+            lines.append(
+                f"{one.name}: fields that the chat template does not write: {some(one.skipped)}"
             )
     return lines
 
@@ -137,12 +150,18 @@ def pack_data(
     Raises:
         DataError: there is nothing to train on.
     """
-    train_spans, held_spans, how = hold_out(
-        tokens, 0 if held else options.eval_fraction, options.seed
-    )
+    spans = truncated(tokens, tokens.spans, options.seq_len)
+    fraction = 0 if held else options.eval_fraction
+    once, held_spans, how = hold_out(tokens, fraction, options.seed, spans)
+    train_spans = weighted(tokens, once, options.data_weights, options.seed)
     if held is not None:
-        held_spans, how = held.spans, f"{len(held.spans):,} documents of eval_data held out"
-    train_spans = weighted(tokens, train_spans, options.data_weights, options.seed)
+        held_spans = truncated(held, held.spans, options.seq_len)
+        how = f"{len(held_spans):,} documents of eval_data held out"
+        trained = spans[np.unique(documents_of(tokens, train_spans))]
+        if twice := repeated(tokens, trained, held, held_spans):
+            say(f"held-out data: {twice:,} of its {len(held_spans):,} documents are trained, too")
+    for line in _about_weights(tokens, once, train_spans, options):
+        say(line)
     train = _pack(tokens, train_spans, options, lambda line: say(f"training data: {line}"))
     kept = _pack(held or tokens, held_spans, options, lambda line: say(f"held-out data: {line}"))
     if not len(train):
@@ -162,8 +181,21 @@ def pack_data(
     return train, kept
 
 
+def _about_weights(
+    file: TokenFile, once: Spans, spans: Spans, options: FinetuneOptions
+) -> Iterator[str]:
+    """A sentence for each entry of --data, if it has a weight."""
+    for entry, weight in enumerate(options.data_weights):
+        total, taken = (
+            int(np.diff(kept[file.entries[documents_of(file, kept)] == entry]).sum())
+            for kept in (once, spans)
+        )
+        yield f"data_weights: {weight:g} of {options.data[entry]} is {taken:,} tokens an epoch, of {total:,}"
+
+
 def _pack(file: TokenFile, spans: Spans, options: FinetuneOptions, say: Say) -> PackedRows:
-    spans, cut = truncated(file, spans, options.seq_len)
+    documents = documents_of(file, spans)
+    cut = int((file.whole[documents] & (spans[:, 1] < file.spans[documents, 1])).sum())
     rows = PackedRows(file.tokens, spans, options.seq_len, trained=file.trained)
     if cut:
         say(f"{cut:,} documents are longer than seq_len {options.seq_len} and were truncated")

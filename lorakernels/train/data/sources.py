@@ -7,19 +7,16 @@ so that the caller may go on.
 
 from __future__ import annotations
 
-import bz2
 import csv
-import gzip
 import io
 import json
-import lzma
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from lorakernels.train.data.unpack import COMPRESSED, opened
 from lorakernels.train.errors import DataError, require
 from lorakernels.train.unique_names import NameTwice, load_json, load_json_at, twice
 
@@ -34,7 +31,6 @@ KINDS = {
     ".arrow": ".arrow",
     ".txt": TEXT,
 }
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 REFUSED = {
     ".zip": "is an archive: unpack it first, e.g. with unzip",
     ".tar": "is an archive: unpack it first, e.g. with tar -xf",
@@ -74,10 +70,13 @@ def kind_of(path: Path) -> str:
     """How the file is read: one of the values of KINDS, or "datasets" for a folder of the datasets library."""
     if path.is_dir():
         return "datasets"
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in COMPRESSED:
-        suffixes.pop()
-    return KINDS.get(suffixes[-1], TEXT) if suffixes else TEXT
+    return KINDS.get(_suffix(path), TEXT)
+
+
+def _suffix(path: Path) -> str:
+    """The last suffix of a file's name, in small letters and without that of its compression."""
+    suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
+    return suffixes[-2] if suffixes[-1] in COMPRESSED else suffixes[-1]
 
 
 def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
@@ -94,6 +93,8 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
             notes.extend(left)
         else:
             files = [path]
+            if path.is_file() and _suffix(path) not in KINDS:
+                notes.append(f"{path}: read as plain text, one document, by its name")
         for file in files:
             check_kind(file)
         found.extend(Source(entry, file) for file in files)
@@ -147,8 +148,8 @@ def _files_of(folder: Path) -> tuple[list[Path], list[str]]:
     files = list(filter(_is_data, shown))
     if not files:
         raise DataError(f"data folder {folder} holds none of {', '.join(KINDS)}")
-    notes = [f"{folder}: {len(shown) - len(files)} files of other kinds left out"]
-    notes = notes if len(files) < len(shown) else []
+    left = [str(path.relative_to(folder)) for path in shown if not _is_data(path)]
+    notes = [f"{folder}: {len(left)} files of other kinds left out: {some(left)}"] if left else []
     if any(_TRAINED.search(p.stem.lower()) for p in files):
         held = [p for p in files if _HELD_BACK.search(p.stem.lower())]
         files = [p for p in files if p not in held]
@@ -165,7 +166,13 @@ def _visible(folder: Path) -> list[Path]:
 
 
 def _is_data(path: Path) -> bool:
-    return any(suffix.lower() in KINDS for suffix in path.suffixes[-2:])
+    return _suffix(path) in KINDS
+
+
+def some(names: Sequence[str], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    rest = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def _splits(folder: Path) -> list[str]:
@@ -197,7 +204,7 @@ def check_kind(path: Path) -> None:
     if not path.is_file():
         what = "is not a file" if path.exists() else "does not exist"
         raise DataError(f"data file {path} {what}")
-    if reason := REFUSED.get(path.suffix.lower()):
+    if reason := REFUSED.get(path.suffix.lower()) or REFUSED.get(_suffix(path)):
         raise DataError(f"data file {path} {reason}")
     if path.stat().st_size == 0:
         raise DataError(f"data file {path} is empty")
@@ -208,29 +215,6 @@ def check_kind(path: Path) -> None:
 def read_rows(path: Path) -> Rows:
     """The rows of one file, in their order, and errors in the place of those that cannot be read."""
     return _READERS[kind_of(path)](path)
-
-
-def _unpacked(path: Path) -> Any:
-    suffix = path.suffix.lower()
-    if suffix == ".zst":
-        return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
-    if suffix == ".gz":
-        return gzip.open(path, "rb")
-    if suffix == ".bz2":
-        return bz2.open(path, "rb")
-    return lzma.open(path, "rb") if suffix == ".xz" else path.open("rb")
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked."""
-    try:
-        with _unpacked(path) as file:
-            yield file
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} cannot be unpacked: {error}") from error
-    except OSError as error:
-        raise DataError(f"data file {path} cannot be read: {error.strerror or error}") from error
 
 
 def decode(raw: bytes, where: str, offset: int = 0) -> str:
@@ -246,8 +230,10 @@ def decode(raw: bytes, where: str, offset: int = 0) -> str:
 
 
 def _text(path: Path) -> Rows:
-    with _opened(path) as file:
+    with opened(path) as file:
         raw = file.read()
+    if (place := raw.find(b"\0")) >= 0:
+        raise DataError(f"data file {path} is no text: byte {place} is 0")
     try:
         yield Row(str(path), {"text": decode(raw, str(path))})
     except RowError as error:
@@ -256,7 +242,7 @@ def _text(path: Path) -> Rows:
 
 def _lines(path: Path) -> Rows:
     offset = 0
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, raw in enumerate(file, start=1):
             try:
                 line = decode(raw, f"{path} line {number}", offset)
@@ -269,48 +255,80 @@ def _lines(path: Path) -> Rows:
 
 def _parse(line: str, where: str) -> Any:
     try:
-        return load_json(line)
+        return load_json(line.rstrip("\r\n"))
     except NameTwice as error:
         raise RowError(f"{where}: {error}") from error
     except (ValueError, RecursionError) as error:  # ValueError: also an integer of too many digits
-        raise RowError(f"{where}: not a JSON object ({error})") from error
+        what = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            what = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        raise RowError(f"{where}: not a JSON object ({what})") from error
 
 
 def _json(path: Path) -> Rows:
-    """The elements of a JSON list. A file that begins with an object is read line by line, as .jsonl."""
+    """The elements of JSON lists, one list behind another. A file that does not begin with a list is read as .jsonl."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             text = decode(file.read(), str(path))
     except RowError as error:
         yield error
         return
-    at = _skip(text, 0)
-    if text[at : at + 1] != "[":
+    start = _skip(text, 0)
+    if text[start : start + 1] == "[":
+        yield from _lists(_Text(path, text), start)
+    else:
         yield from _lines(path)
-        return
-    yield from _elements(path, text, at + 1)
 
 
-def _elements(path: Path, text: str, at: int) -> Rows:
-    """The elements of the list from `at` on. A file that was cut off gives those that are whole, and an error."""
-    line, counted = 1, 0
-    at = _skip(text, at)
-    while text[at : at + 1] != "]":
-        line, counted = line + text.count("\n", counted, at), at
-        where = f"{path} line {line}"
+class _Text:
+    """The text of a file, and the line of a place in it. Places come in their order."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+        self._line, self._counted = 1, 0
+
+    def where(self, place: int) -> str:
+        self._line += self.text.count("\n", self._counted, place)
+        self._counted = place
+        return f"{self.path} line {self._line}"
+
+
+def _lists(file: _Text, start: int) -> Rows:
+    """The elements of one list behind another. The last is an error where the text ends otherwise."""
+    while file.text[start : start + 1] == "[":
+        start = yield from _elements(file, _skip(file.text, start + 1))
+    if start < len(file.text):
+        what = f"expected another list or the end of the file, found {file.text[start]!r}"
+        yield _broken(file.where(start), what)
+
+
+def _elements(file: _Text, start: int) -> Generator[Row | RowError, None, int]:
+    """The elements of a list from `start` on. Returns where the text behind it begins.
+
+    A list that was cut off gives those elements that are whole, and an error.
+    """
+    text = file.text
+    while text[start : start + 1] != "]":
+        where = file.where(start)
         try:
-            value, at = load_json_at(text, at)
+            value, stop = load_json_at(text, start)
         except (ValueError, RecursionError) as error:
-            yield RowError(f"{where}: not a whole JSON value ({error})")
-            return
+            yield _broken(where, f"not a whole JSON value ({error})")
+            return len(text)
         yield RowError(f"{where}: {value}") if isinstance(value, NameTwice) else Row(where, value)
-        at = _skip(text, at)
-        if text[at : at + 1] == ",":
-            at = _skip(text, at + 1)
-        elif text[at : at + 1] != "]":
-            found = repr(text[at : at + 1]) if at < len(text) else "the end of the file"
-            yield RowError(f"{where}: expected a comma or ] after this value, found {found}")
-            return
+        start = _skip(text, stop)
+        if text[start : start + 1] == ",":
+            start = _skip(text, start + 1)
+        elif text[start : start + 1] != "]":
+            found = repr(text[start]) if start < len(text) else "the end of the file"
+            yield _broken(where, f"expected a comma or ] after this value, found {found}")
+            return len(text)
+    return _skip(text, start + 1)
+
+
+def _broken(where: str, what: str) -> RowError:
+    """The last error of a file, of which no more can be read."""
+    return RowError(f"{where}: {what}; nothing of the file behind it was read")
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -326,7 +344,7 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
     def read(path: Path) -> Rows:
         before = csv.field_size_limit(2**31 - 1)
         try:
-            with _opened(path) as file:
+            with opened(path) as file:
                 yield from _cells(path, io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter)
         finally:
             csv.field_size_limit(before)
@@ -338,14 +356,20 @@ def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
-        where = f"{path} line {reader.line_num + 1}"
+        first = reader.line_num + 1
+        where = f"{path} line {first}"
         try:
             cells = next(reader)
         except StopIteration:
             return
-        except (csv.Error, UnicodeDecodeError) as error:
-            yield RowError(f"{where}: {error}")
+        except UnicodeDecodeError as error:
+            yield _broken(where, str(error))
             return
+        except csv.Error as error:
+            if reader.line_num > first:  # a quoted cell took them
+                where = f"{path} lines {first} to {reader.line_num}"
+            yield RowError(f"{where}: {error}")
+            continue
         if not header:
             header = cells
             _check_header(where, header)
@@ -359,14 +383,16 @@ def _check_header(where: str, names: Sequence[str]) -> None:
     """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
     if several := twice(filter(None, names)):
         raise DataError(
-            f"{where}: the header has several columns named {', '.join(map(repr, several))}: give each another name"
+            f"{where}: there are several columns named {', '.join(map(repr, several))}: give each another name"
         )
 
 
 def _parquet(path: Path) -> Rows:
     parquet = require("pyarrow.parquet")
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=1024)
+        file = parquet.ParquetFile(path)
+        _check_header(str(path), file.schema_arrow.names)
+        batches = file.iter_batches(batch_size=1024)
         yield from _records(path, (row for batch in batches for row in batch.to_pylist()))
     except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error

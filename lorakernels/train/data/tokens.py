@@ -19,32 +19,36 @@ import fcntl
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lorakernels.train.data.encode import Encoded, Tokens
+from lorakernels.train.data.encode import Encoded, Tokens, has_template
 from lorakernels.train.data.formats import (
     PLAIN,
+    Chat,
+    Completion,
     Example,
     Format,
     Text,
     check_template,
     example_of,
     find_format,
+    unread,
 )
 from lorakernels.train.data.sources import RowError, Source, find_sources, kind_of, read_rows
+from lorakernels.train.data.template_check import TemplateCheck
 from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 from lorakernels.train.manifest import entry_of
 
 # Of these files, and of how sources.py, formats.py and encode.py make tokens of rows, or refuse them. Without a chat
 # template version 2 left out the "system", "tools" and "history" of instructions. Version 3 took the last of several
-# values of one name in a JSON object.
-VERSION = 4
+# values of one name in a JSON object. Version 4 took fields that the template does not write, and unknown roles.
+VERSION = 5
 Spans = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -72,6 +76,9 @@ class FileCounts:
         documents: rows that became documents.
         bad, first_bad: rows that cannot be used, and the message about the first.
         empty: rows without a token that is trained.
+        bare: prompts and completions that stand without the chat template, if there is one.
+        unread: fields of rows that were not read.
+        skipped: fields of chats that tell about them and that the chat template does not write.
     """
 
     name: str
@@ -81,12 +88,19 @@ class FileCounts:
     bad: int = 0
     first_bad: str = ""
     empty: int = 0
+    bare: int = 0
+    unread: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     def add_bad(self, error: RowError, skip: bool) -> None:
         if not skip:
             raise error
         self.first_bad = self.first_bad or str(error)
         self.bad += 1
+
+    def add_left_out(self, unread: Sequence[str], skipped: Sequence[str]) -> None:
+        self.unread += [name for name in dict.fromkeys(unread) if name not in self.unread]
+        self.skipped += [name for name in dict.fromkeys(skipped) if name not in self.skipped]
 
 
 @dataclass(frozen=True)
@@ -216,19 +230,22 @@ def _one_writer(cache: Path) -> Iterator[None]:
 
 
 def _write(sources: Sequence[Source], tokens: Tokens, directory: Path, skip: bool) -> None:
-    files = []
+    files, check = [], TemplateCheck(tokens.tokenizer)
     with _Writer(directory) as writer:
         for source in sources:
             counts = FileCounts(str(source.path), source.entry)
             files.append(counts)
-            for document in _documents(source.path, tokens, counts, skip):
+            examples = _examples(source.path, check, counts, skip)
+            for document in _documents(source.path, tokens.encode(examples), counts, skip):
                 writer.add(document)
     writer.finish(files)
 
 
-def _documents(path: Path, tokens: Tokens, counts: FileCounts, skip: bool) -> Iterator[Encoded]:
+def _documents(
+    path: Path, every: Iterable[Encoded | RowError], counts: FileCounts, skip: bool
+) -> Iterator[Encoded]:
     """The documents of one file that have a token to train. Blank texts are left out."""
-    for encoded in tokens.encode(_examples(path, tokens.template, counts, skip)):
+    for encoded in every:
         if isinstance(encoded, RowError):
             counts.add_bad(encoded, skip)
         elif not len(encoded.ids):
@@ -252,19 +269,25 @@ def _nothing(path: Path, counts: FileCounts) -> DataError:
     return DataError(f"data file {path} holds no text, only white space")
 
 
-def _examples(path: Path, template: bool, counts: FileCounts, skip: bool) -> Iterator[Example]:
+def _examples(
+    path: Path, check: TemplateCheck, counts: FileCounts, skip: bool
+) -> Iterator[Example]:
     known: Format | None = None
+    template = has_template(check.tokenizer)
     for row in read_rows(path):
         try:
             if isinstance(row, RowError):
                 raise row
             known = known or find_format(row)
             example = example_of(row, known, template)
+            check_template(template, example)
+            skipped = check.skipped(example) if isinstance(example, Chat) else ()
+            counts.add_left_out(unread(row, known, example), skipped)
         except RowError as error:
             counts.add_bad(error, skip)
             continue
         counts.format = known.name
-        check_template(template, example)
+        counts.bare += template and isinstance(example, Completion)
         if not isinstance(example, Text) or example.text.strip():
             yield example
 
