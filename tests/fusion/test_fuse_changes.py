@@ -247,6 +247,23 @@ def test_a_scaling_of_zero(off: tuple[str, ...]) -> None:
     same_within(run(fused, x), run(plain, x), FP32)
 
 
+@pytest.mark.parametrize("changed", [("o_proj",), ("k_proj",), LINEARS], ids=len)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_scaling_changed_after_a_forward_is_that_of_the_next(
+    family: str, changed: tuple[str, ...]
+) -> None:
+    """Again and again, to and from zero; of a projection alone, of one in a group, and of all."""
+    plain, x = adapted(family, LINEARS), tokens()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    for scaling in (None, 3.0, 0.0, 0.5):
+        for model in (plain, fused) if scaling is not None else ():
+            for path, module in model.named_modules():
+                if path.endswith(named(changed, family)):
+                    module.scaling = scaling
+        same_within(run(fused, x), run(plain, x), FP32)
+
+
 def test_a_fused_model_is_not_grouped_again() -> None:
     model = adapted()
     fuse(model)
