@@ -70,6 +70,10 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
         ),
         (
+            {"prompt": turns("a", "b"), "completion": [{"role": "assistant", "content": "c"}], "system": "S"},
+            "<bos>system: S<eos>\nuser: a<eos>\nassistant: b<eos>\nassistant: ⟦c<eos>\n⟧",
+        ),
+        (
             {"instruction": "Add.", "input": "1 2", "output": "3"},
             "<bos>user: Add.\n1 2<eos>\nassistant: ⟦3<eos>\n⟧",
         ),
@@ -82,7 +86,7 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
         ),
     ],
-    ids=["texts", "with ends", "messages", "instruction", "history", "weight 0"],
+    ids=["texts", "with ends", "messages", "an answer before", "instruction", "history", "weight 0"],
 )  # fmt: skip
 def test_what_is_trained_of_other_rows(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     for template in (PLAIN, MARKED):
