@@ -162,7 +162,7 @@ def load_adapter(
     adapted = bool(lora_modules(model))
     with all_or_nothing(model):
         if not adapted:
-            dtypes = (tensor.dtype for key, tensor in tensors.items() if ".lora_A." in key)
+            dtypes = (t.dtype for key, t in tensors.items() if key.endswith(".lora_A.weight"))
             report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
         _copy_values(model, tensors, is_trainable)
     return _report_now(model) if adapted or not is_trainable else report

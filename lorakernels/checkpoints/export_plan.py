@@ -149,10 +149,9 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         deltas[path] = (lora_A, lora_B, config.scaling_for(path))
     if experts:
         deltas |= _of_experts(config, experts, tensors, files)
-    values = {
-        key.removeprefix(_PREFIX).replace(".base_layer.", "."): value
-        for key, value in tensors.items()
-    }
+    biases = {f"{path}.base_layer.bias": f"{path}.bias" for path in paths}
+    names = {key: key.removeprefix(_PREFIX) for key in tensors}
+    values = {biases.get(name, name): tensors[key] for key, name in names.items()}
     return Adapter(deltas, values)
 
 

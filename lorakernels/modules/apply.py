@@ -175,7 +175,8 @@ def _own_dtype(model: nn.Module, path: str) -> torch.dtype:
         TypeError: the dtype is not float32, bfloat16 or float16.
     """
     module = model.get_submodule(path)
-    others = (p for name, p in model.named_parameters() if "scale" not in name)
+    named = model.named_parameters()
+    others = (p for name, p in named if "scale" not in name.rpartition(".")[2])
     dtype = first_plain_dtype((module.weight, module.bias, *others)) or torch.get_default_dtype()
     if dtype not in FLOATS:
         raise TypeError(

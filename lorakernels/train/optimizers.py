@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.batch import FACTORS
 from lorakernels.train.errors import require
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
@@ -95,13 +96,18 @@ def groups(
     for matrix in (True, False):
         for name, parameter in trained.items():
             if (parameter.ndim >= 2) is matrix:
-                fast = "lora_B" in name or not matrix
+                fast = not matrix or _factor_of(name) == "lora_B"
                 ratio = ratio_of(name) * (options.loraplus_lr_ratio if fast else 1.0)
                 found.setdefault((matrix, ratio), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": options.weight_decay * matrix, RATIO: ratio}
         for (matrix, ratio), parameters in found.items()
     ]
+
+
+def _factor_of(name: str) -> str | None:
+    """The factor that a parameter is: the last of the two in its name, because a path or a job may have such a name."""
+    return next((part for part in reversed(name.split(".")) if part in FACTORS), None)
 
 
 def numbers(trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> dict[str, int]:

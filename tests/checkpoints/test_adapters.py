@@ -89,6 +89,18 @@ def test_bf16_file_stays_bf16_when_asked(tmp_path):
     assert tensor_bytes(tmp_path / "ours") == tensor_bytes(tmp_path / "theirs")
 
 
+def test_a_file_s_dtype_is_that_of_its_adapters_whatever_modules_are_called(tmp_path):
+    base = Model()
+    base.lora_A = nn.Sequential(nn.Linear(3, 3))
+    ours = copy.deepcopy(base)
+    config = LoRAConfig(target_modules=["q"], modules_to_save=["lora_A.0"], fp8=None)
+    apply_lora(ours, config, adapter_dtype=torch.bfloat16)
+    save_adapter(ours, tmp_path)
+    load_adapter(base, tmp_path, fp8=None, adapter_dtype=None)
+    dtypes = {base.layers[0].q.lora_A.dtype, base.layers[1].q.lora_B.dtype}
+    assert dtypes == {torch.bfloat16} and base.lora_A[0].weight.dtype == torch.float32
+
+
 def test_layers_made_by_hand_describe_themselves(tmp_path):
     base = Model()
     base.q = nn.Linear(12, 12)  # a name that is the tail of others

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from lorakernels import disable_lora, merge_lora
+from lorakernels import LoRAConfig, apply_lora, disable_lora, merge_lora
 from lorakernels.checkpoints.adapters import load_adapter, save_adapter
 from tests.adapter_files import CONFIG, WEIGHTS, Model, adapted, tensor_bytes
 
@@ -146,6 +146,24 @@ def test_damaged_files_change_nothing(what, fresh, tmp_path):
         FileNotFoundError if "has no" in DAMAGED[what] or "pickle," in DAMAGED[what] else ValueError
     )
     assert_refused(base if fresh else adapted(base), tmp_path, DAMAGED[what], error)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_value_that_is_not_finite_is_named_in_every_tensor_of_an_adapter(dtype, value, tmp_path):
+    config = LoRAConfig(r=2, target_modules=["q"], use_dora=True, fp8=None)
+    model = Model()
+    apply_lora(model, config)
+    save_adapter(model, tmp_path)
+    tensors = {key: t.to(dtype) for key, t in load_file(tmp_path / WEIGHTS).items()}
+    ends = {key.partition("layers.0.q.")[2] for key in tensors} - {""}
+    assert ends == {"lora_A.weight", "lora_B.weight", "lora_magnitude_vector"}
+    for end in ends:
+        key = f"base_model.model.layers.0.q.{end}"
+        broken = tensors[key].clone()
+        broken.view(-1)[-1] = value
+        save_file(tensors | {key: broken}, tmp_path / WEIGHTS)
+        assert_refused(model, tmp_path, f"1 with inf or NaN:\n *{key}$")
 
 
 @pytest.mark.parametrize(

@@ -3,19 +3,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import weakref
+from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import nn
 
-from lorakernels import export_model
+from lorakernels import LoRAConfig, apply_lora, export_model, save_adapter
+from lorakernels.checkpoints.export_plan import read_adapter
 from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.checkpoints.shards import Directory
 from lorakernels.modules.convert import dequantize
+from tests.adapter_files import Model
 from tests.checkpoints.exported import (
     logits,
     merged_tensors,
@@ -198,3 +204,20 @@ def test_a_base_whose_tied_names_are_both_in_the_file(tmp_path):
     assert not again.config.tie_word_embeddings
     merged_tensors(model)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_only_the_base_under_an_adapter_loses_pefts_name_for_it(tmp_path):
+    """A saved module may have a part of that name itself."""
+    model = Model()
+    model.head = nn.Sequential(OrderedDict(base_layer=nn.Linear(12, 7)))
+    config = LoRAConfig(target_modules=["q"], modules_to_save=["head"], bias="lora_only", fp8=None)
+    adapted = copy.deepcopy(model)
+    apply_lora(adapted, config)
+    save_adapter(adapted, tmp_path)
+    nothing: Any = None  # only adapters of experts read the base's files
+    found = read_adapter(model, tmp_path, nothing)
+    layers = [f"layers.{i}.q" for i in (0, 1)]
+    assert set(found.deltas) == {*layers}
+    assert set(found.values) == {f"head.base_layer.{each}" for each in ("weight", "bias")} | {
+        f"{path}.bias" for path in layers
+    }

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lorakernels import export_model, load_quantized
+from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, export_model, load_quantized
 from lorakernels.numerics.blocks import quantize_weight_blocks
 from tests.checkpoints.exported import (
     load_base,
@@ -153,6 +155,51 @@ def test_an_fp8_base_keeps_the_bytes_of_what_is_not_merged(exported, tmp_path):
     for name in merged:
         rounded = tensors_of(tmp_path / "plain")[name]
         assert_within_e4m3(after[name], after[f"{name}_scale_inv"], rounded, also=BF16)
+
+
+@pytest.fixture
+def powers_of_two(exported, tmp_path) -> dict[torch.dtype, Path]:
+    """One FP8 base whose scales are powers of two, in each dtype that files store them in. uint8 is e8m0's bytes."""
+    folder, _ = exported
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        target = found[dtype] = Path(shutil.copytree(folder, tmp_path / str(dtype)))
+        for path in target.glob("*.safetensors"):
+            tensors = load_file(path)
+            for name, scales in tensors.items():
+                if name.endswith("_scale_inv"):
+                    powers = torch.arange(scales.numel()).view_as(scales) % 5 - 9
+                    as_bytes = (powers + 127).to(torch.uint8)
+                    is_bytes = dtype == torch.uint8
+                    tensors[name] = as_bytes if is_bytes else torch.exp2(powers.float()).to(dtype)
+            save_file(tensors, path, {"format": "pt"})
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8], ids=str)
+def test_scales_in_fewer_bytes_are_the_same_scales(powers_of_two, dtype, tmp_path):
+    """Kept, dequantized to be merged, dequantized to bf16, and loaded with one scale or as they are."""
+    one, other = powers_of_two[torch.float32], powers_of_two[dtype]
+    write_adapter(tmp_path / "base", tmp_path / "second", target_modules=["v_proj"])
+    for format in ("fp8", "bf16"):
+        targets = [tmp_path / f"{format} of {folder.name}" for folder in (one, other)]
+        for folder, target in zip((one, other), targets, strict=True):
+            export_model(folder, tmp_path / "second", target, format=format)
+        expected, found = map(tensors_of, targets)
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    for fp8 in (DelayedScaling(), BlockScaling()):
+        lora = LoRAConfig(r=2, target_modules=["q_proj"], fp8=fp8)
+        pair = [
+            load_quantized(f, lora=lora, device="cpu", progress=False).model for f in (one, other)
+        ]
+        expected, found = (
+            dict(model.named_buffers()) | dict(model.named_parameters()) for model in pair
+        )
+        for name, value in expected.items():
+            if "lora_" not in name:  # A is random
+                assert torch.equal(found[name].float(), value.float()), name
 
 
 @pytest.mark.parametrize(

@@ -176,17 +176,34 @@ def test_the_mean_gradient_over_four_ranks_is_that_of_float64(backend: str, clip
             ).all(), i
 
 
-def round_trip(rank: int, device: torch.device, state: dict[str, Any]) -> dict[str, Any]:
-    optimizer = ShardedAdamW(groups(parameters(device)), mesh_of(device), lr=1.0)
-    optimizer.load_state_dict(state)
-    return optimizer.state_dict()
+def round_trip(rank: int, device: torch.device, state: dict[str, Any]) -> list[list[Any]]:
+    """What a new and a used optimizer have after `state` was loaded, and one step later, of all parameters."""
+    found = []
+    for used in (False, True):
+        params = parameters(device)
+        optimizer = ShardedAdamW(groups(params), mesh_of(device), lr=1.0)
+        states = []
+        for load in (False, True) if used else (True,):
+            if load:
+                optimizer.load_state_dict(state)
+                states.append(optimizer.state_dict())
+            for i, p in enumerate(params):
+                p.grad = torch.full_like(p, i + 1.0)
+            optimizer.step()
+        found.append([*states, optimizer.state_dict()])
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_state_loads_on_another_number_of_ranks(world: int) -> None:
+    """Into a new optimizer, and in the place of what a used one had: also of a parameter that the state lacks."""
     state = on("gloo", 2, steps, {})[0]["fresh"]["states"][0]
-    for found in on("gloo", world, round_trip, state):
-        same_states(found, state)
+    for (loaded, new), (loaded_again, used) in on("gloo", world, round_trip, state):
+        same_states(loaded, state)
+        same_states(loaded_again, state)
+        for index in range(len(SHAPES)):
+            one, other = new["state"][index], used["state"][index]
+            assert one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
 def refused(make: Callable[[], Any]) -> str:

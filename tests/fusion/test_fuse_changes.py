@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import DelayedScaling, disable_lora, fuse, group_projections, unfuse
+from lorakernels import BlockScaling, DelayedScaling, disable_lora, fuse, group_projections, unfuse
+from lorakernels.config import Recipe
 from tests.autograd.test_decoder_layer import Launches
 from tests.fusion.fused_models import (
     ATTENTION,
@@ -18,6 +19,7 @@ from tests.fusion.fused_models import (
     LINEARS,
     PACKINGS,
     adapted,
+    difference,
     named,
     run,
     same_within,
@@ -39,6 +41,34 @@ def test_biases_of_projections_without_adapters_are_still_trained() -> None:
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before)  # an optimizer may have them
     same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize(
+    "fp8", [None, DelayedScaling(), BlockScaling()], ids=["plain", "FP8", "blocks"]
+)
+@pytest.mark.parametrize("target", ["q_proj", "o_proj", "up_proj", "down_proj"])
+def test_every_bias_is_trained_wherever_an_adapter_is(target: str, fp8: Recipe | None) -> None:
+    """Of projections beside it, before and behind it. Sums over tokens nearly cancel for q and k, whose bound has to be
+    wider; FP8 rounds dy to 2^-3 of itself, so that there all biases are compared together."""
+    sizes = {
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 256,
+    }
+    biases = {"attention_bias": True, "mlp_bias": True, **(sizes if fp8 else {})}
+    plain, x = adapted(targets=[target], model=biases, bias="all", fp8=fp8), tokens()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    expected, found = run(plain, x), run(fused, x)
+    names = [name for name in expected if name.endswith(".bias")]
+    assert len(names) == 2 * len(LINEARS) and found.keys() == expected.keys()
+    if fp8 is None:
+        same_within(found, expected, 16 * FP32)
+        return
+    together = [torch.cat([each[name] for name in names]) for each in (found, expected)]
+    assert difference(*together) < 2.0**-2
+    assert all(bool(found[name].any()) for name in names)
 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["dropped", "kept"])
@@ -245,6 +275,23 @@ def test_a_scaling_of_zero(off: tuple[str, ...]) -> None:
     fused, x = copy.deepcopy(plain), tokens()
     fuse(fused)
     same_within(run(fused, x), run(plain, x), FP32)
+
+
+@pytest.mark.parametrize("changed", [("o_proj",), ("k_proj",), LINEARS], ids=len)
+@pytest.mark.parametrize("family", PACKINGS)
+def test_a_scaling_changed_after_a_forward_is_that_of_the_next(
+    family: str, changed: tuple[str, ...]
+) -> None:
+    """Again and again, to and from zero; of a projection alone, of one in a group, and of all."""
+    plain, x = adapted(family, LINEARS), tokens()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    for scaling in (None, 3.0, 0.0, 0.5):
+        for model in (plain, fused) if scaling is not None else ():
+            for path, module in model.named_modules():
+                if path.endswith(named(changed, family)):
+                    module.scaling = scaling
+        same_within(run(fused, x), run(plain, x), FP32)
 
 
 def test_a_fused_model_is_not_grouped_again() -> None:

@@ -98,3 +98,48 @@ def test_gradients_of_inputs_are_memory_of_their_own(device: torch.device, strid
         ours.zero_grad(), theirs.zero_grad()
         manager.end_iteration()
     assert manager.phase == "replaying"
+
+
+class Through(nn.Module):
+    """Gradients of its inputs that are the result's own, x + p, or are one object, as for (a + b) q."""
+
+    def __init__(self, joined: bool) -> None:
+        super().__init__()
+        self.joined = joined
+        self.p, self.q = (nn.Parameter(torch.rand(WIDTH)) for _ in range(2))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.joined:
+            return a + self.p, b + self.q
+        c = (a + b) * self.q
+        return c * self.p, c + self.q
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["passed through", "of a sum"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gradients_stay_apart_that_layers_pass_on(
+    device: torch.device, microbatches: int, joined: bool
+) -> None:
+    """From layer to layer, while those of another microbatch are computed, and a hook writes to some in place."""
+    ours, theirs = twins(device, 3, lambda: Through(joined))
+    manager = managed(ours, device, num_microbatches=microbatches)
+    for step in range(4):
+        inputs = torch.randn(microbatches, 2, 4, WIDTH, device=device)
+        found = []
+        for layers in (ours, theirs):
+            x = inputs.clone().requires_grad_()
+            losses = []
+            for a, b in x:
+                for layer in layers:
+                    a, b = layer(a, b)
+                    in_place = layers is ours and step > 0
+                    a.register_hook(lambda g, to=in_place: g.mul_(2) if to else 2 * g)
+                losses.append(a.square().sum() + 3 * b.sum())
+            for loss in losses:
+                loss.backward()
+            found.append(x.grad)
+        assert torch.equal(*found), step
+        same(ours, theirs, step)
+        ours.zero_grad(), theirs.zero_grad()
+        manager.end_iteration()
+    assert manager.phase == "replaying"

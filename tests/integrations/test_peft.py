@@ -186,6 +186,31 @@ def test_fp8_merge_and_exact_unmerge(safe_merge):
     assert torch.equal(model(x), y)
 
 
+@pytest.mark.parametrize("fp8", [FP8, BlockScaling()], ids=["FP8 base", "FP8 blocks"])
+def test_adapters_merged_one_after_the_other_are_all_in_the_base(fp8):
+    """Also when they are merged anew after an unmerge: base and deltas are rounded once, from the base's own bytes."""
+    model = wrapped(MLP(), fp8).eval()
+    for name in ("second", "third"):
+        model.add_adapter(name, config(r=2))
+    randomize(model)
+    layer = layer_of(model)
+    base = layer.base_layer.dequantized_weight()
+    deltas = {name: layer.get_delta_weight(name).float() for name in layer.lora_A}
+    for steps in (["default"], ["third"]), (["second"], ["third", "default"]):
+        for names in steps:
+            layer.merge(adapter_names=names)
+        merged = [name for names in steps for name in names]
+        exact = base + sum(deltas[name] for name in merged)
+        found = layer.base_layer.dequantized_weight()
+        # e4m3: 2⁻⁴ of a value, or half a subnormal, 2⁻¹⁰ of its scale, which is at most the largest of all / 448
+        bound = exact.abs() * 2.0**-4 + exact.abs().max() / 448 * 2.0**-10
+        assert layer.merged_adapters == merged and bool(
+            ((found - exact).abs() <= bound * 1.001).all()
+        )
+        layer.unmerge()
+        assert torch.equal(layer.base_layer.dequantized_weight(), base)
+
+
 @pytest.mark.parametrize("older", [False, True], ids=["now", "as older versions pickled it"])
 def test_a_merged_fp8_model_is_copied_saved_and_moved_with_its_base(older):
     model = wrapped(MLP(), FP8).eval()

@@ -37,6 +37,14 @@ def test_an_fp8_weight_leaves_it_to_the_bias_then_to_the_model():
     assert (m[1].lora_A.dtype, m[2].lora_A.dtype) == (torch.float16, torch.bfloat16)
 
 
+def test_a_module_may_be_called_as_scales_are():
+    m = model(torch.bfloat16)
+    m[2] = FrozenFP8Linear.from_linear(m[2])
+    m = nn.ModuleDict({"rescale": m})
+    apply_lora(m, LoRAConfig(target_modules=["2"]), adapter_dtype=None)
+    assert m["rescale"][2].lora_A.dtype == torch.bfloat16
+
+
 def test_a_dtype_that_adapters_have_not_is_refused_before_anything_is_changed():
     m = model(torch.float64)
     with pytest.raises(TypeError, match=r"adapter_dtype=None: 1 is torch\.float64, expected"):

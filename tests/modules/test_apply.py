@@ -222,6 +222,21 @@ def test_a_tied_weight_is_not_changed_through_the_other_module(how):
     assert torch.equal(m.embed.weight, before) and "untied" in str(report)
 
 
+@pytest.mark.parametrize("bias", ["none", "lora_only"])
+def test_a_weight_that_is_tied_again_and_again_is_not_merged_into_the_other_module(bias):
+    """As transformers' tie_weights does, which resizing an embedding and loading call."""
+    m = Tied()
+    before = m.embed.weight.detach().clone()
+    apply_lora(m, LoRAConfig(target_modules=["lm_head"], fp8=None, bias=bias))
+    nn.init.normal_(m.lm_head.lora_B)
+    for _ in range(2):
+        m.lm_head.weight = m.embed.weight
+        merge_lora(m)
+        assert torch.equal(m.embed.weight, before) and not torch.equal(m.lm_head.weight, before)
+        unmerge_lora(m)
+        assert torch.equal(m.embed.weight, before) and torch.equal(m.lm_head.weight, before)
+
+
 @pytest.mark.parametrize("bias", ["lora_only", "all"])
 def test_disable_shows_the_original_biases_and_nests(bias):
     m = model()

@@ -187,6 +187,25 @@ def test_an_optimizer_finds_parameters_that_have_moved(moved: Any, early: bool) 
         assert torch.equal(model.get_parameter(key), value.add(gradients[key], alpha=-0.1)), key
 
 
+@pytest.mark.parametrize("followed", [False, True], ids=["alone", "followed"])
+@pytest.mark.parametrize("moved", [to_bf16, assigned, copied])
+def test_parts_that_have_moved_keep_no_gradient_of_before(moved: Any, followed: bool) -> None:
+    """Moved once and once more: each has the layer's own gradient, or none."""
+    model, batch = batched()
+    if followed:
+        batch.follow(torch.optim.SGD(batch.param_groups(), lr=0.1))
+    for _ in range(2):
+        model(input_ids=rows(model)).logits.square().sum().backward()
+        batch.give_gradients()
+        model, batch = moved(model, batch)
+        for index, name in enumerate(NAMES):
+            for key, part in batch.parameters(name).items():
+                whole = model.get_parameter(key)
+                assert part.data_ptr() == whole[index].data_ptr() and part.dtype == whole.dtype
+                if part.grad is not None:
+                    assert whole.grad is not None and torch.equal(part.grad, whole.grad[index])
+
+
 def test_an_optimizer_of_the_model_trains_all() -> None:
     model, batch = batched()
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -280,6 +280,23 @@ def test_starts_as_the_base_merges_and_goes_back(base, fp8):
     assert apart(model.layers[0].q.weight, weight) < 1e-6
 
 
+@pytest.mark.parametrize("fp8", RECIPES.values(), ids=RECIPES)
+def test_small_magnitudes_and_factors_keep_their_digits_in_fp16(fp8):
+    """g ⊙ B may be below the normal numbers of fp16 where the result is not."""
+    layer = DoRALinear.from_linear(nn.Linear(24, 40, bias=False), config(fp8, r=4, lora_alpha=4))
+    with torch.no_grad():
+        layer.lora_A.normal_(std=2.0**6)
+        layer.lora_B.normal_(std=2.0**-6)
+        layer.lora_magnitude_vector.copy_(layer.norms() * 2.0**-12)
+    weight, a, b, m = doubles(layer)
+    direction = weight + layer.scaling * (b @ a)
+    x = torch.randn(7, 24, dtype=torch.float16)
+    y = layer.eval()(x)
+    expected = (m / direction.norm(dim=1)) * (x.double() @ direction.T)
+    # 24 numbers of x A, each of A, B and s and the result are rounded to fp16, 2⁻¹¹; W x is a small part of it
+    assert y.dtype == torch.float16 and apart(y, expected) < 2.0**-8
+
+
 def test_a_row_of_zeros_stays_finite():
     linear = nn.Linear(8, 5, bias=False)
     linear.weight.data[2] = 0

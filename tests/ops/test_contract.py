@@ -180,6 +180,26 @@ def test_of_no_rows_it_gives_what_the_fake_and_the_reference_say(
     assert_same([*found, *tensors(values)], tensors(op.reference(*twins), twins))
 
 
+def writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@each([(n, c) for n, c in CASES if any(map(writes, overload(n)._schema.arguments))])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_autograd_counts_what_it_writes(
+    name: str, case: str, grad: bool, device: torch.device
+) -> None:
+    """And nothing else: a backward that saved it raises, and one that saved another argument does not."""
+    args, kwargs = flat(OPS[name], case_of(name, case).arguments(device))
+    known = overload(name)._schema.arguments
+    passed = {a.name: x for a, x in zip(known, args, strict=False)} | kwargs
+    before = {key: x._version for key, x in passed.items() if isinstance(x, Tensor)}
+    with torch.set_grad_enabled(grad):
+        overload(name)(*args, **kwargs)
+    found = {key for key, version in before.items() if passed[key]._version > version}
+    assert found == {a.name for a in known if writes(a) and a.name in before}
+
+
 @each_case
 def test_within_its_bound(name: str, case: str, device: torch.device) -> None:
     contract = CONTRACTS[name]

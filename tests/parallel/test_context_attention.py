@@ -208,6 +208,51 @@ class OneRow:
         return None
 
 
+class FirstOfFour(OneRow):
+    """The exchange of a rank whose tokens the three others have, too. They add `others` to sums."""
+
+    def __init__(self) -> None:
+        self.others: list[Tensor] = []
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [torch.cat([x] * 4)]
+
+    def sum(self, whole: Tensor) -> tuple[Tensor, None]:
+        total = whole.chunk(4)[0].clone()
+        for other in self.others:
+            total += other.to(whole.dtype)  # as a collective of that dtype does
+        return total, None
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_of_all_ranks_are_added_in_fp32_and_rounded_once(
+    dtype: torch.dtype, packed: bool
+) -> None:
+    heads, own, dim = 2, 6, 16  # of heads that share keys a CPU gives fp32
+    rows = FirstOfFour()
+    ranks: Any = SimpleNamespace(rank=0, size=4, rows=rows)
+    leaves = [torch.randn(1, heads, own, dim).to(dtype).requires_grad_() for _ in range(3)]
+    starts = torch.tensor([0, 5, 4 * own], dtype=torch.int32) if packed else None
+    attention = ContextAttention(ranks, "auto", lambda tokens: None)
+    grad = torch.randn(1, heads, own, dim).to(dtype)
+
+    def gradients() -> Tensor:
+        """dk and dv [1, 2C, 2 Hk, D]."""
+        out = attention.attend(*leaves, (starts, 4 * own), 0.25)
+        _, dk, dv = torch.autograd.grad(out, leaves, grad)
+        assert dk.dtype == dv.dtype == dtype
+        return torch.cat((dk, dv), 1).transpose(1, 2)
+
+    mine = gradients()
+    rows.others = [torch.randn(mine.shape).to(dtype) for _ in range(3)]
+    terms = torch.stack([mine, *rows.others]).double()
+    half = torch.finfo(dtype).eps / 2  # of a value; below them, three roundings of fp32 sums
+    allowed = terms.sum(0).abs() * half + terms.abs().sum(0) * 3 * 2.0**-24
+    error = (gradients().double() - terms.sum(0)).abs()
+    assert bool((error <= allowed * (1 + half)).all())
+
+
 def test_the_backend_is_chosen_anew_under_deterministic_algorithms(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

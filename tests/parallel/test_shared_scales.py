@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lorakernels import DelayedScaling, FP8State
 from lorakernels.parallel.tensor_ranks import shared
@@ -37,3 +39,34 @@ def test_all_layers_of_a_state_share_one() -> None:
     assert shared(other, ranks) is not first
     with pytest.raises(ValueError, match="two tensor-parallel groups"):
         shared(state, SimpleNamespace(group=object()))  # type: ignore[arg-type]
+
+
+EMPTY = FP8State(["x", "y"], DelayedScaling(), "cpu")
+REWRITES: dict[str, Callable[[FP8State], Any]] = {
+    "reset": FP8State.reset,
+    "restore": lambda state: state.restore(EMPTY.save()),
+    "load_state_dict": lambda state: state.load_state_dict(EMPTY.state_dict()),
+    "set_values": lambda state: [state.set_values(i, EMPTY.values(i)) for i in range(2)],
+}
+
+
+@pytest.mark.parametrize("rewrite", REWRITES.values(), ids=REWRITES)
+def test_ranks_know_no_scale_that_is_gone(rewrite: Callable[[FP8State], Any]) -> None:
+    """All ask each other again then, as often as values are put in place. Each would else take the amax of its part."""
+    state = FP8State(["x", "y"], DelayedScaling(), "cpu")
+    scales: Any = shared(state, SimpleNamespace(group=object()))  # type: ignore[arg-type]
+    state.shared_over = ()  # nobody else is there to update with
+
+    def known() -> list[bool]:
+        found = (scales.known(i, True, back) for back in (False, True) for i in range(2))
+        return [scaling is not None for scaling in found]
+
+    assert known() == [False] * 4
+    for _ in range(2):
+        for columns in ([0], [0, 1]):
+            for tensor in (state.forward, state.backward):
+                tensor[0, columns] = torch.tensor(2.0)
+            state.reduce_and_update()
+            assert known() == [True, 1 in columns] * 2
+        rewrite(state)
+        assert known() == [False] * 4

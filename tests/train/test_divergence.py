@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,30 @@ def test_replayed_steps_start_anew(make: Any, monkeypatch: pytest.MonkeyPatch) -
         found.append([result.loss for result in results])
         trainer.close()
     assert found[0] == found[1] == found[2]
+
+
+def test_a_run_that_went_back_twice_is_resumed_again_and_again(make: Any) -> None:
+    """Into its fourth epoch: checkpoints know of all rows that are left out, and of the place in the order."""
+    whole, _ = make(False)
+    for left_out in ([2], [2, 5]):
+        checkpoint = copy.deepcopy(whole.checkpoint({}))
+        whole.step()
+        whole.go_back(checkpoint, left_out, len(left_out))
+        whole.step()
+    state = copy.deepcopy(whole.checkpoint({}))
+    expected = [whole.step().loss for _ in range(6)]
+    found, taken = [], set()
+    for _ in range(3):
+        resumed, _ = make(False)
+        resumed.restore(replace(state, trainer=json.loads(json.dumps(state.trainer))))
+        assert (resumed.counters.left_out, resumed.counters.rollbacks) == ([2, 5], 2)
+        taken |= {*resumed.order.take(resumed.counters.rows, 8)}
+        found += [resumed.step().loss for _ in range(2)]
+        state = copy.deepcopy(resumed.checkpoint({}))
+        resumed.close()
+    assert found == expected and taken == {*range(8)} - {2, 5}
+    assert state.trainer == whole.checkpoint({}).trainer
+    whole.close()
 
 
 def test_ranks_go_back_together(cli: Cli, run: list[Any], tmp_path: Path) -> None:

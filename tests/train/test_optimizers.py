@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from lorakernels.modules.batch import FACTORS
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.optimizers import Updater, check_package
 from lorakernels.train.options import FinetuneOptions
@@ -101,6 +103,46 @@ def test_groups_are_those_of_pefts_loraplus() -> None:
 
     assert terms(ours) == terms(theirs)
     assert set(terms(ours).values()) == {(0.1, 0.3), (1.6, 0.3), (1.6, 0.0)}
+
+
+@pytest.mark.parametrize("name", OPTIMS)
+def test_every_rate_is_a_multiple_of_the_runs_at_every_step(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """LoRA+'s and a job's own, also after the optimizer's state was loaded, once and once more."""
+    made = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=torch.optim.AdamW))
+    monkeypatch.setitem(sys.modules, "bitsandbytes", made)
+    factors = {"q.lora_A": 1.0, "q.lora_B": 16.0, "norm.weight": 16.0}
+    ratios = {"fr": 1.0, "de": 0.5}
+    both = {f"{job}: {n}": p for job in ratios for n, p in parameters().items()}
+    options = FinetuneOptions(optim=name, lr=0.1, loraplus_lr_ratio=16.0)
+    updater = Updater(both, options, lambda path: ratios[path.partition(": ")[0]])
+
+    def rates() -> dict[str, float]:
+        groups = updater.optimizer.param_groups
+        found = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        return {path: found[id(p)] for path, p in both.items()}
+
+    for rate in (0.1, 0.03, 0.2, 0.01):
+        updater.set_rate(rate)
+        expected = {
+            f"{job}: {n}": rate * r * f for job, r in ratios.items() for n, f in factors.items()
+        }
+        assert rates() == pytest.approx(expected, rel=1e-6)  # fp32 tensors hold some of them
+        for parameter in both.values():
+            parameter.grad = torch.ones_like(parameter)
+        updater.step(TRUE)
+        updater.load_state_dict(copy.deepcopy(updater.optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("place", ["fr_lora_B", "q.lora_B.v", "lora_B"])
+def test_loraplus_takes_lora_b_alone_whatever_jobs_and_modules_are_called(place: str) -> None:
+    """Only the factor itself has the ratio: not what lies in a module, or belongs to a job, of such a name."""
+    for path in (f"{place}: q_proj", f"model.{place}.q_proj", f"{place}: {place}.q_proj"):
+        factors = {f"{path}.{factor}": nn.Parameter(torch.ones(2, 2)) for factor in FACTORS}
+        options = FinetuneOptions(lr=0.1, loraplus_lr_ratio=16.0)
+        rates = [float(g["lr"]) for g in Updater(factors, options).optimizer.param_groups]
+        assert rates == pytest.approx([0.1, 1.6])
 
 
 def test_default_is_fused_adamw_that_decays_matrices_only() -> None:

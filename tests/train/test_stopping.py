@@ -157,16 +157,21 @@ def test_ranks_agree_on_the_end_and_on_the_best(base_args: list[str], tmp_path: 
     assert_same(*(torch.load(output / f"rank{rank}.pt") for rank in range(2)))
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1])
-def test_early_stopping_is_that_of_transformers(threshold: float) -> None:
-    """With losses that fall slowly, each by less than the larger threshold."""
+SLOWLY = [3.0, 2.94, 2.88, 2.89, 2.82, 2.83, 2.85, 2.84]
+LEVEL = [3.0, 2.5, 2.5, 2.25, 2.25, 2.25, 2.25, 2.25]  # differences are exact
+
+
+@pytest.mark.parametrize("losses", [SLOWLY, LEVEL], ids=["slowly", "level"])
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1, 0.25])
+def test_early_stopping_is_that_of_transformers(threshold: float, losses: list[float]) -> None:
+    """With losses that fall slowly, each by less than the larger threshold, and with equal ones."""
     from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
     options = RunningOptions(early_stopping_patience=3, early_stopping_threshold=threshold)
     callback = EarlyStoppingCallback(3, threshold)
     args = TrainingArguments(metric_for_best_model="eval_loss", greater_is_better=False)
     state, control, found = TrainerState(), TrainerControl(), Evaluations()
-    for step, loss in enumerate([3.0, 2.94, 2.88, 2.89, 2.82, 2.83, 2.85, 2.84], 1):
+    for step, loss in enumerate(losses, 1):
         callback.on_evaluate(args, state, control, {"eval_loss": loss})
         state.best_metric = min(loss, state.best_metric or loss)  # as Trainer does
         found.note(loss, step, options)
