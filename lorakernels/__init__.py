@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
+import lorakernels.installed  # noqa: F401  (first: a source tree without graphs and _C ends here)
 from lorakernels.autograd import (
     bias_dropout_add,
     get_bias_dropout_add,

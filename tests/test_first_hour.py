@@ -63,7 +63,9 @@ def typed(line: str, folder: Path, **variables: str) -> subprocess.CompletedProc
     """The line, by this Python and on this machine's CPUs, unless a GPU is there."""
     words = line.split()
     module = {"lorakernels": ["lorakernels.cli"], "torchrun": ["torch.distributed.run"]}[words[0]]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PATH": path}
+    environment = {**os.environ, **fixed, **variables}
     return subprocess.run(
         [sys.executable, "-m", *module, *words[1:]],
         cwd=folder,

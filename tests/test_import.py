@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 OPTIONAL = (
     "transformers",
@@ -56,3 +59,28 @@ def test_import_touches_no_gpu_and_no_optional_library(tmp_path: Path) -> None:
 
 def test_import_works_where_the_optional_libraries_are_missing(tmp_path: Path) -> None:
     assert probe(tmp_path, "block")["optional"] == []
+
+
+FIRST = {
+    "the package": ["-c", "import lorakernels"],
+    "graphs": ["-c", "import lorakernels.graphs"],
+    "the command": ["-m", "lorakernels.cli", "--version"],
+}
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["another tree installed", "none installed"])
+@pytest.mark.parametrize("words", FIRST.values(), ids=FIRST)
+def test_a_source_tree_that_is_not_installed_says_so(
+    tmp_path: Path, words: list[str], other: bool
+) -> None:
+    """Beside its lorakernels/ lies graphs/, which only an install calls lorakernels.graphs."""
+    root = Path(__file__).parents[1]
+    for folder in ("lorakernels", "graphs"):
+        shutil.copytree(root / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.so"))
+    alone = [] if other else ["-S"]  # without site-packages
+    command = [sys.executable, *alone, *words]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode
+    error = result.stderr.strip().splitlines()[-1]
+    assert f"ImportError: lorakernels was imported from {tmp_path / 'lorakernels'}" in error
+    assert "install this tree by `pip install -e .`" in error

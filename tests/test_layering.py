@@ -15,7 +15,7 @@ import lorakernels
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
-    ("_C", "config", "graphs", "values"),
+    ("_C", "config", "graphs", "installed", "values"),
     ("device",),
     ("numerics",),
     ("kernels",),

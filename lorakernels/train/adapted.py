@@ -42,6 +42,7 @@ from lorakernels.train.reporter import Reading, Reporter
 from lorakernels.train.runtime import Fused, fuse_layers, make_random_state
 from lorakernels.train.sharding import pinning, shard_mesh, shard_parts
 from lorakernels.train.tensor import layer_mesh, split_layers, splits_vocabulary
+from lorakernels.train.windows import check_windows
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def adapted_model(
     angles_by_document(model)
     with PipelineParallel.own_layers_alone(model):
         ranks.together(lambda: check_model(model, options.isolate_documents))
+        ranks.together(lambda: check_windows(model, options))
     adapters = add_jobs(model, jobs) if jobs else None  # from here on a batch has rows of each job
     fused = fuse_layers(model, options, device)
     check_same_layers(model, ranks)  # one rank alone may have loaded or fused them otherwise

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend
 from lorakernels import BlockScaling, ContextParallel, LoRAReport
 from lorakernels.train.errors import OptionError
 from lorakernels.train.flops import Sizes
-from lorakernels.train.model import decoder_and_head, takes_starts
+from lorakernels.train.model import decoder_and_head, takes_starts, window_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
 from lorakernels.train.runtime import Fused, Runtime
@@ -68,6 +68,8 @@ def _attention(model: Any, options: FinetuneOptions, fused: Fused, longest: int)
     rows = "documents apart" if options.isolate_documents else "rows causal as a whole"
     if options.isolate_documents and longest < options.seq_len:
         rows += f", of at most {longest:,} tokens"
+    if (window := _window(model, options, longest)) is not None:
+        rows += f", by masks with a sliding window of {window:,} tokens"
     if ContextParallel.of(model) is not None:
         return f"{options.cp} ranks gather the keys and values of their rows; {rows}"
     implementation = getattr(decoder_and_head(model)[0].config, "_attn_implementation", None)
@@ -109,13 +111,14 @@ def attention_backend(
     shape = (rows, tokens, sum(counts), width)
     made = torch.empty(shape, dtype=weight.dtype, device=weight.device, requires_grad=True)
     q, k, v = (t.transpose(1, 2) for t in made.split(counts, 2))
+    window = _window(model, options, longest)
     mask = None
-    if options.isolate_documents:
+    if options.isolate_documents or window is not None:
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
     if fused.report is not None:
         asked: str | torch.Tensor = "causal" if mask is None else mask
-        if takes_starts(decoder, weight) and mask is not None:
+        if takes_starts(decoder, weight) and mask is not None and window is None:
             asked = "packed"
         chosen = fused.report.backend_for(q, k, v, asked, longest)
         if chosen[0] != "torch":  # torch chooses among its kernels below
@@ -124,6 +127,12 @@ def attention_backend(
         k = v = q
     found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
     return SDPBackend(found).name.lower().removesuffix("_attention"), ""
+
+
+def _window(model: Any, options: FinetuneOptions, longest: int) -> int | None:
+    """The sliding window that masks hold, as documents or rows may be longer."""
+    tokens = longest if options.isolate_documents else options.seq_len
+    return window_of(decoder_and_head(model)[0].config, tokens)
 
 
 def _graphs(runtime: Runtime) -> str:

@@ -248,22 +248,22 @@ def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
     elif isolate:
         output = decoder(input_ids=batch.input_ids, use_cache=False, **places_of(decoder, batch))
     else:
-        with no_mask(decoder):
+        with no_mask(decoder, batch.input_ids.shape[1]):
             output = decoder(input_ids=batch.input_ids, use_cache=False)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 @contextlib.contextmanager
-def no_mask(decoder: Any) -> Iterator[None]:
+def no_mask(decoder: Any, tokens: int = 0) -> Iterator[None]:
     """Inside the context, layers get no mask, and attention is causal by its flag, which every fast kernel accepts.
 
     Otherwise transformers looks for documents in the positions, and waits for the device to do so. Under stream
     capture it cannot look, and makes a mask [B, 1, T, T] instead. It makes no mask for an attention that it has no
-    mask for.
+    mask for. Rows of more ``tokens`` than a sliding window keep its mask.
     """
     config = decoder.config
-    if config._attn_implementation != "sdpa":
+    if config._attn_implementation != "sdpa" or window_of(config, tokens) is not None:
         yield
         return
     functions = require("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -276,12 +276,21 @@ def no_mask(decoder: Any) -> Iterator[None]:
         config._attn_implementation = "sdpa"
 
 
+def window_of(config: Any, tokens: int) -> int | None:
+    """The sliding window of some layers' attention where it is shorter than ``tokens``."""
+    window: int | None = getattr(config.get_text_config(), "sliding_window", None)
+    return window if window and 0 < window < tokens else None
+
+
 def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
     """The arguments that say where tokens are, and keep packed documents apart.
 
     Fused layers get the starts of the documents; their attention then computes nothing between documents. Other layers
-    get a mask [B, 1, T, T], which "eager" adds to the scores.
+    get a mask [B, 1, T, T], which "eager" adds to the scores. Where a document may be longer than a sliding window,
+    transformers makes the masks of each kind of layer by the positions.
     """
+    if window_of(decoder.config, batch.longest or batch.input_ids.shape[1]) is not None:
+        return {"position_ids": batch.positions}
     if batch.starts is None or not takes_starts(decoder, batch.input_ids):
         mask = attention_mask(batch.segments)
         if _is_eager(decoder):

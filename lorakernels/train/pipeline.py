@@ -78,7 +78,7 @@ class Stages(Parts):
             return places_of(decoder, batch) if isolate else {}
 
         cut = [Microbatch(batch.input_ids, batch.labels, places(batch)) for batch in batches]
-        with contextlib.nullcontext() if isolate else no_mask(decoder):
+        with contextlib.nullcontext() if isolate else no_mask(decoder, self.options.seq_len):
             return self.pipeline.run(cut, items, trains, begins)
 
     def total_norm(self, gradients: list[Tensor]) -> Tensor:

@@ -94,15 +94,11 @@ def build_on_meta(config: Any) -> Any:
 
 
 def check_length(config: Any, seq_len: int) -> None:
-    for name, meaning in (
-        ("max_position_embeddings", "max_position_embeddings"),
-        ("sliding_window", "sliding window"),
-    ):
-        limit = getattr(config, name, None)
-        if limit and seq_len > limit:  # 0 means that the window is not used
-            raise OptionError(
-                f"seq_len must be at most {limit}, the model's {meaning}, got {seq_len}"
-            )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit and seq_len > limit:
+        raise OptionError(
+            f"seq_len must be at most {limit}, the model's max_position_embeddings, got {seq_len}"
+        )
 
 
 def check_vocabulary(config: Any, files: Iterable[TokenFile]) -> None:
