@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-BLOCK = (128, 128)
-
 
 def config_of(source: Any, config: Any) -> Any:
     """A copy of `config`, or what the directory `source` has.
@@ -31,22 +29,6 @@ def config_of(source: Any, config: Any) -> Any:
     return transformers.AutoConfig.from_pretrained(
         source, local_files_only=True, trust_remote_code=False
     )
-
-
-def block_size_of(config: Any) -> tuple[int, ...]:
-    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
-
-    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
-    """
-    found = config.__dict__.pop("quantization_config", None)
-    if found is None:
-        return BLOCK
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") != "fp8":
-        raise ValueError(
-            f"quant_method of the checkpoint must be 'fp8', found {found.get('quant_method')!r}"
-        )
-    return tuple(found.get("weight_block_size") or BLOCK)
 
 
 class _LargeOnMeta(TorchFunctionMode):
