@@ -173,8 +173,7 @@ def load_quantized(
         block = take_format(files, config).block
         model = build(config, model_class, dtype, attn_implementation)
         read_generation_config(model, source)
-        if frozen == "fp8" if lora is None else lora.target_parameters:
-            files = with_experts(files, model, block)
+        files = with_experts(files, model, block)
         files = Renamed(files, names_in_model(model, files.tensors))
         plan = Plan(model, files.tensors, lora, frozen, block, config)
         _check_layout(lora, mesh, offload, wanted or split)
@@ -199,6 +198,7 @@ def load_quantized(
         loader.run(_Line() if progress is True else progress or None)
         model.to(target)
         guard_saving(model)
+        restack(model)  # those that stay plain, before apply_lora takes their layers for others
         if lora is not None:
             report = apply_lora(
                 model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen

@@ -16,6 +16,7 @@ from lorakernels.checkpoints.base_format import E4M3, SCALES, of_input
 from lorakernels.checkpoints.file_names import left_out
 from lorakernels.checkpoints.shards import TensorInfo
 from lorakernels.config import LoRAConfig
+from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.targets import match_saved, match_targets
 
@@ -43,6 +44,8 @@ class Plan:
         wanted = set(self.adapted)
         if frozen == "fp8":
             wanted |= set(frozen_targets(model, self.adapted, saved)[0])
+        if lora is not None and not lora.target_parameters:  # as apply_lora leaves them
+            wanted -= set(expert_layers(model))
         # A weight that is tied to another stays plain here, because apply_lora must see it to untie it.
         self.quantized = [
             path
