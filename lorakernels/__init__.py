@@ -10,6 +10,7 @@ from lorakernels.autograd import (
 )
 from lorakernels.checkpoints import Exported, check_export, export_model
 from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
+from lorakernels.checkpoints.base_files import BaseFiles
 from lorakernels.checkpoints.loading import Loaded, load_quantized
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
 from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
@@ -63,6 +64,7 @@ __all__ = [
     "FrozenFP8Linear",
     "FuseReport",
     "LoRAConfig",
+    "BaseFiles",
     "Loaded",
     "LoRAExperts",
     "LoRALinear",

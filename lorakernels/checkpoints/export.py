@@ -18,16 +18,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lorakernels.checkpoints.base_format import take_format
 from lorakernels.checkpoints.export_plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.file_names import Renamed, check_places, names_in_model
 from lorakernels.checkpoints.files import copy_files, write_config
 from lorakernels.checkpoints.loading import FP8Weight
-from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory
-from lorakernels.checkpoints.skeleton import block_size_of, config_of
+from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory, Source
+from lorakernels.checkpoints.skeleton import config_of
 from lorakernels.checkpoints.writer import (
     DTYPES,
     ShardWriter,
@@ -98,10 +100,7 @@ def export_model(
         raise ValueError(f"format must be {' or '.join(map(repr, FORMATS))}, found {format!r}")
     base, source, target = (Path(p).expanduser().resolve() for p in (model, adapter, output))
     _check_places(target, {"model": base, "adapter": source})
-    files = Directory(base)
-    config = config_of(base, None)
-    block = block_size_of(config)
-    skeleton = _skeleton(config)
+    skeleton, files, block = _opened(base)
     found = read_adapter(skeleton, source, files)
     plan = plan_merge(skeleton, files, found, block, format == "fp8")
     recover(target)
@@ -122,19 +121,32 @@ def check_export(
     Raises:
         ValueError, FileNotFoundError: as `export_model`.
     """
-    config = config_of(Path(model), None)
-    block = block_size_of(config)
-    nothing = Adapter({}, {})
-    plan_merge(_skeleton(config), Directory(Path(model)), nothing, block, format == "fp8")
+    skeleton, files, block = _opened(Path(model))
+    plan_merge(skeleton, files, Adapter({}, {}), block, format == "fp8")
     _check_target(Path(output), overwrite=True)
 
 
-def _skeleton(config: Any) -> Any:
-    """The model on the meta device, without memory for its weights."""
+class _Opened(NamedTuple):
+    """A base: its model on the meta device, its tensors by the model's names, and the block of its FP8."""
+
+    skeleton: Any
+    files: Renamed
+    block: tuple[int, ...]
+
+
+def _opened(base: Path) -> _Opened:
+    """Read configs and headers, and refuse what is not read here."""
     import transformers
 
+    files, config = Directory(base), config_of(base, None)
+    block = take_format(files, config).block
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
+        skeleton = transformers.AutoModelForCausalLM.from_config(config).eval()
+    renamed = Renamed(files, names_in_model(skeleton, files.tensors))
+    modules = dict(skeleton.named_modules())
+    # What belongs to none of them is copied
+    check_places(skeleton, config, [n for n in renamed.tensors if n.rpartition(".")[0] in modules])
+    return _Opened(skeleton, renamed, block)
 
 
 def _check_places(target: Path, others: dict[str, Path]) -> None:
@@ -183,7 +195,7 @@ class _Merge:
 
     def __init__(
         self,
-        files: Directory,
+        files: Source,
         plan: MergePlan,
         adapter: Adapter,
         progress: Callable[[int, int], None] | None,
@@ -232,24 +244,24 @@ class _Merge:
             file.abandon()
 
     def _made(self, out: Out, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        scale_name = f"{out.name}_scale_inv"
+        name, scale_name = out.written
         if out.keeps:
             return {
-                out.name: read(out.source),
+                name: read(out.source),
                 scale_name: _as_float(self._scales[f"{out.source}_scale_inv"]),
             }
         value = self._value(out, read)
         if not value.is_floating_point():
-            return {out.name: value}
+            return {name: value}
         if out.block:
             self._check_finite(out.name, value)
             bytes_, scales = quantize_weight_blocks(value, out.block)
-            return {out.name: bytes_, scale_name: scales}
+            return {name: bytes_, scale_name: scales}
         value = value.to(DTYPES[out.dtype])
         path = out.name.removesuffix(".weight")
         if path in self.adapter.deltas or out.name in self.adapter.values:
             self._check_finite(out.name, value)
-        return {out.name: value}
+        return {name: value}
 
     def _value(self, out: Out, read: Callable[[str], Tensor]) -> Tensor:
         """The merged value before it is rounded."""

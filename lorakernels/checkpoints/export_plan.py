@@ -13,7 +13,7 @@ that vLLM packs together with such a layer stay bf16 too. What the base holds in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,10 @@ from lorakernels.checkpoints.adapter_keys import (
     stacks_of,
     without_peft_copies,
 )
+from lorakernels.checkpoints.base_format import E4M3
 from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
-from lorakernels.checkpoints.loading_plan import E4M3, holders_of
+from lorakernels.checkpoints.file_names import Renamed
+from lorakernels.checkpoints.loading_plan import holders_of
 from lorakernels.checkpoints.peft_format import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -62,13 +64,14 @@ class Out:
     """One tensor to write.
 
     Attributes:
-        name: its name in the merged checkpoint.
-        source: the name of the base's tensor that it is made of.
+        name: its name in the model.
+        source: the name, in the model, of the base's tensor that it is made of.
         dtype: by safetensors' name, e.g. "BF16".
         shape: its shape.
         block: rows and columns of an FP8 block, empty without FP8. The scales are a tensor named `name` +
             "_scale_inv".
         keeps: whether the bytes and scales of the source are copied unchanged.
+        file_name: its name in the merged checkpoint, which is that in the base's files.
     """
 
     name: str
@@ -77,13 +80,21 @@ class Out:
     shape: tuple[int, ...]
     block: tuple[int, ...] = ()
     keeps: bool = False
+    file_name: str = ""
+
+    @property
+    def written(self) -> tuple[str, str]:
+        """The names under which the tensor and its scales are written."""
+        name = self.file_name or self.name
+        return name, f"{name}_scale_inv"
 
     @property
     def layout(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        found = {self.name: (self.dtype, self.shape, self._bytes(self.shape, self.dtype))}
+        name, scale_name = self.written
+        found = {name: (self.dtype, self.shape, self._bytes(self.shape, self.dtype))}
         if self.block:
             scales = tuple(-(-n // b) for n, b in zip(self.shape, self.block, strict=True))
-            found[f"{self.name}_scale_inv"] = ("F32", scales, self._bytes(scales, "F32"))
+            found[scale_name] = ("F32", scales, self._bytes(scales, "F32"))
         return found
 
     def _bytes(self, shape: tuple[int, ...], dtype: str) -> int:
@@ -183,10 +194,10 @@ def _of_experts(
 
 
 def plan_merge(
-    model: nn.Module, files: Source, adapter: Adapter, block: tuple[int, ...], fp8: bool
+    model: nn.Module, files: Renamed, adapter: Adapter, block: tuple[int, ...], fp8: bool
 ) -> MergePlan:
-    """Plan the merge of `adapter` into the base in `files`. `model` is the base's model and may be on the meta
-    device.
+    """Plan the merge of `adapter` into the base in `files`, whose names are those of `model`, the base's model. It may
+    be on the meta device.
 
     Raises:
         ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or holds FP8
@@ -211,6 +222,7 @@ def plan_merge(
             same = name not in changed and info.dtype == E4M3
             same = same and files.tensors[f"{source}_scale_inv"].shape == _blocks(info, block)
             out = Out(name, source, E4M3, info.shape, block, keeps=same)
+        out = replace(out, file_name=files.original.get(name, ""))
         shards.setdefault(info.shard, []).append(out)
     return MergePlan(dict(sorted(shards.items())), block, untied, plain)
 

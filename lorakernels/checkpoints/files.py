@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lorakernels.checkpoints.base_format import undeclare
 from lorakernels.checkpoints.export_plan import MergePlan
 from lorakernels.checkpoints.writer import write_json
 
@@ -54,9 +55,9 @@ def _small(folder: Path) -> list[Path]:
 def write_config(model: Path, folder: Path, fp8: MergePlan | None, untied: bool) -> None:
     """Write config.json of the merged model: the base's, with new dtype, quantization and tying of the embeddings."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    undeclare(config)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
     for part in parts:
-        part.pop("quantization_config", None)
         for key in ("dtype", "torch_dtype"):
             if key in part:
                 part[key] = "bfloat16"

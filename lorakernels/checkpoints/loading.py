@@ -30,17 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lorakernels.checkpoints.base_format import BLOCK, take_format
 from lorakernels.checkpoints.expert_files import with_experts
+from lorakernels.checkpoints.file_names import Renamed, names_in_model
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.sharded_loading import ShardedWeights
 from lorakernels.checkpoints.shards import Directory, Source
-from lorakernels.checkpoints.skeleton import (
-    BLOCK,
-    block_size_of,
-    build,
-    config_of,
-    read_generation_config,
-)
+from lorakernels.checkpoints.skeleton import build, config_of, read_generation_config
 from lorakernels.checkpoints.stage_loading import OtherStages, Stages
 from lorakernels.checkpoints.tensor_loading import Split, TensorParts
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
@@ -70,6 +66,8 @@ class Loaded:
         report: the adapters' report; None without `lora`.
         fp8_state: the scales and amax histories of the FP8 layers; None under BlockScaling, which has none.
         tensors, bytes: how many tensors were read, and their size.
+        left_out: the tensors that were not read: what models compute, what the model's class ignores by its own list,
+            and the fixed scales of a static activation scheme, for which the recipe makes its own.
         peak_host_bytes: the largest sum of an open shard and a tensor read from it.
         seconds: the time that loading took.
         sharded: the sharded base; None without a mesh.
@@ -83,6 +81,7 @@ class Loaded:
     peak_host_bytes: int
     seconds: float
     sharded: ShardedBase | None = field(default=None, repr=False)
+    left_out: tuple[str, ...] = ()
 
 
 def load_quantized(
@@ -171,12 +170,12 @@ def load_quantized(
     with together():
         files = Directory(source) if isinstance(source, (str, Path)) else source
         config = config_of(source, config)
-        block = block_size_of(config)
+        block = take_format(files, config).block
         model = build(config, model_class, dtype, attn_implementation)
         read_generation_config(model, source)
-        if frozen == "fp8" if lora is None else lora.target_parameters:
-            files = with_experts(files, model, block)
-        plan = Plan(model, files.tensors, lora, frozen, block)
+        files = with_experts(files, model, block)
+        files = Renamed(files, names_in_model(model, files.tensors))
+        plan = Plan(model, files.tensors, lora, frozen, block, config)
         _check_layout(lora, mesh, offload, wanted or split)
         if embeddings and mesh is None:
             raise ValueError("embeddings=True needs a mesh, found None")
@@ -199,6 +198,7 @@ def load_quantized(
         loader.run(_Line() if progress is True else progress or None)
         model.to(target)
         guard_saving(model)
+        restack(model)  # those that stay plain, before apply_lora takes their layers for others
         if lora is not None:
             report = apply_lora(
                 model, lora, adapter_dtype=adapter_dtype, rng_state=rng_state, frozen=frozen
@@ -212,7 +212,7 @@ def load_quantized(
     state = loader.state if report is None or report.fp8_state is None else report.fp8_state
     seconds = time.perf_counter() - began
     read = (len(plan.read), plan.bytes, loader.peak_host_bytes)
-    return Loaded(model, report, state, *read, seconds, sharded)
+    return Loaded(model, report, state, *read, seconds, sharded, tuple(plan.left_out))
 
 
 def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:

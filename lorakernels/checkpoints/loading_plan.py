@@ -5,24 +5,28 @@ values.
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
+from lorakernels.checkpoints.base_format import E4M3, SCALES, of_input
+from lorakernels.checkpoints.file_names import left_out
 from lorakernels.checkpoints.shards import TensorInfo
 from lorakernels.config import LoRAConfig
+from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen_targets import frozen_targets
 from lorakernels.modules.targets import match_saved, match_targets
 
-E4M3 = "F8_E4M3"
-# Old checkpoints store these tensors for each layer. Models compute them, so they are ignored.
-COMPUTED = r"rotary_emb\.inv_freq$"
-
 
 class Plan:
-    """The place of each tensor of a checkpoint in a model, decided from headers alone."""
+    """The place of each tensor of a checkpoint in a model, decided from headers alone.
+
+    Attributes:
+        left_out: the tensors that are not read, as the model does not compute with them.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Plan:
         lora: LoRAConfig | None,
         frozen: str,
         block: tuple[int, ...],
+        config: Any = None,
     ) -> None:
         self.block = block
         self.holders = holders_of(model)
@@ -39,6 +44,8 @@ class Plan:
         wanted = set(self.adapted)
         if frozen == "fp8":
             wanted |= set(frozen_targets(model, self.adapted, saved)[0])
+        if lora is not None and not lora.target_parameters:  # as apply_lora leaves them
+            wanted -= set(expert_layers(model))
         # A weight that is tied to another stays plain here, because apply_lora must see it to untie it.
         self.quantized = [
             path
@@ -49,7 +56,13 @@ class Plan:
         ]
         self.copies: dict[str, str] = {}
         self.scales = {k for k in found if k.endswith(".weight_scale_inv")}
-        self.take = self._match(model, {k: i for k, i in found.items() if k not in self.scales})
+        weights = {k: i for k, i in found.items() if k not in self.scales}
+        self.left_out = [k for k in weights if of_input(k, found)]
+        self.take = self._match(
+            model, {k: i for k, i in weights.items() if k not in self.left_out}, config
+        )
+        self.left_out += [k for k in self.scales if k.removesuffix("_scale_inv") in self.left_out]
+        self.scales -= {*self.left_out}
         self._check_fp8(found)
         self._check_shapes(model)
         self.elsewhere: list[str] = []
@@ -73,7 +86,7 @@ class Plan:
     def blocks_of(self, name: str) -> bool:
         """Whether a weight has a scale for each block."""
         scale = self._found.get(f"{name}_scale_inv")
-        return scale is not None and scale.shape not in ((), (1,))
+        return scale is not None and math.prod(scale.shape) > 1
 
     def read_parts(self, parts: Mapping[str, tuple[slice, ...]]) -> None:
         """Read no more of the tensors of `parts` than the slices of their dimensions."""
@@ -92,10 +105,13 @@ class Plan:
         self.scales = {k for k in self.scales if k.removesuffix("_scale_inv") in self.take}
         self.copies = {k: original for k, original in self.copies.items() if original in self.take}
 
-    def _match(self, model: nn.Module, found: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    def _match(
+        self, model: nn.Module, found: dict[str, TensorInfo], config: Any
+    ) -> dict[str, TensorInfo]:
         """{name: info} of the tensors to read, one name of each tied group.
 
-        The group's other names go into `copies`; their values must be equal.
+        The group's other names go into `copies`; their values must be equal. What the model does not compute with goes
+        into `left_out`.
         """
         groups = {id(group): group for group in self.holders.values()}
         take, missing, known = {}, [], set()
@@ -107,10 +123,10 @@ class Plan:
                 take[there[0]] = found[there[0]]
             else:
                 missing.append(group[0])
-        ignored = {*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), COMPUTED}
-        unexpected = [
-            k for k in found if k not in known and not any(re.search(p, k) for p in ignored)
-        ]
+        unexpected = [k for k in found if k not in known]
+        gone = left_out(model, config, unexpected)
+        self.left_out += gone
+        unexpected = [k for k in unexpected if k not in gone]
         if missing or unexpected:
             parts = [
                 f"{len(names)} {what} ({', '.join(sorted(names)[:5])})"
@@ -129,11 +145,17 @@ class Plan:
                 raise ValueError(
                     f"{name} is {info.dtype} with{'' if scale else 'out'} {name}_scale_inv: only e4m3 weights have one"
                 )
+            if scale is None:
+                continue
             expected = tuple(-(-n // b) for n, b in zip(info.shape, self.block, strict=False))
-            if scale is not None and scale.shape not in ((), (1,), expected):
+            if math.prod(scale.shape) != 1 and scale.shape != expected:
                 raise ValueError(
                     f"{name}_scale_inv must be {expected} for {info.shape} in blocks of {self.block}, "
                     f"found {scale.shape}"
+                )
+            if scale.dtype not in SCALES:
+                raise ValueError(
+                    f"{name}_scale_inv must be one of {', '.join(SCALES)}, found {scale.dtype}"
                 )
         if stray := sorted(k for k in self.scales if k.removesuffix("_scale_inv") not in self.take):
             raise ValueError(f"scales without a weight: {', '.join(stray[:5])}")

@@ -7,7 +7,7 @@ All headers are read before any value. A missing or truncated file, or a wrong i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,23 +60,30 @@ class Directory:
     Raises:
         FileNotFoundError: there is no such directory, it has no safetensors, or a file of the index is missing.
         ValueError: a file is truncated, corrupted or differs from the index, or two files hold a tensor that the
-            index does not list.
+            index does not list. Also if model.safetensors lies beside other files of an index: transformers reads the
+            one, and vLLM the others.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"path must be a directory with safetensors, found {self.path}")
-        index = self._index()
+        index = read_index(self.path)
         self.shards = sorted(set(index.values())) if index else [SINGLE]
         missing = [name for name in self.shards if not (self.path / name).is_file()]
         if missing:
             raise FileNotFoundError(
                 f"{self.path} lacks {len(missing)} of {len(self.shards)} files: {', '.join(missing[:5])}"
+                f"{self._pickle()}"
             )
+        check_one_set(self.path, self.shards)
         self._tensors: dict[str, TensorInfo] = {}
         for name in self.shards:
-            self._read_header(name, index)
+            for tensor, info in self._header(name, index).items():
+                if tensor in self._tensors:
+                    other = self._tensors[tensor].shard
+                    raise ValueError(f"{tensor} is in {other} and in {name}, but not in {INDEX}")
+                self._tensors[tensor] = info
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -96,36 +103,66 @@ class Directory:
         except SafetensorError as error:
             raise ValueError(f"{path} is truncated or corrupted: {error}") from error
 
-    def _index(self) -> dict[str, str]:
-        path = self.path / INDEX
-        if not path.is_file():
-            return {}
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-            return {str(key): str(shard) for key, shard in found.items()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is not an index of safetensors: {error!r}") from error
+    def _pickle(self) -> str:
+        """A hint if there are pickles instead of safetensors."""
+        names = sorted(path.name for path in self.path.glob("*.bin"))
+        if not names or any(self.path.glob("*.safetensors")):
+            return ""
+        return f"; {names[0]} is a pickle, which could run code: convert it to safetensors"
 
-    def _read_header(self, shard: str, index: dict[str, str]) -> None:
-        from safetensors import SafetensorError, safe_open
+    def _header(self, shard: str, index: dict[str, str]) -> dict[str, TensorInfo]:
+        """The tensors of a file, but those that the index finds in another one."""
+        held = header(self.path / shard)
+        if lost := sorted({k for k, file_name in index.items() if file_name == shard} - {*held}):
+            raise ValueError(
+                f"{self.path / shard} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}"
+            )
+        return {name: info for name, info in held.items() if index.get(name, shard) == shard}
 
-        path = self.path / shard
-        try:
-            with safe_open(path, framework="pt") as file:
-                names = set(file.keys())
-                for name in names:
-                    if index.get(name, shard) != shard:
-                        continue
-                    if name in self._tensors:
-                        other = self._tensors[name].shard
-                        raise ValueError(f"{name} is in {other} and in {shard}, but not in {INDEX}")
-                    part = file.get_slice(name)
-                    info = TensorInfo(shard, tuple(part.get_shape()), part.get_dtype())
-                    self._tensors[name] = info
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is truncated or corrupted: {error}") from error
-        if lost := sorted({k for k, file_name in index.items() if file_name == shard} - names):
-            raise ValueError(f"{path} lacks {len(lost)} tensors of {INDEX}: {', '.join(lost[:5])}")
+
+def read_index(folder: Path) -> dict[str, str]:
+    """{tensor: file} of a folder's index; empty without one.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(shard) for key, shard in table.items()}
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is not an index of safetensors: {error!r}") from error
+
+
+def check_one_set(folder: Path, shards: Iterable[str]) -> None:
+    """Refuse model.safetensors beside other files of the index, whose files are `shards`."""
+    others = sorted({*shards} - {SINGLE})
+    if others and (folder / SINGLE).is_file():
+        raise ValueError(
+            f"{folder} holds two sets of weights, {SINGLE} and {len(others)} other files of {INDEX} (the first is "
+            f"{others[0]}), and programs differ in which one they read: move one set away, or the index"
+        )
+
+
+def header(path: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file.
+
+    Raises:
+        ValueError: it is truncated or corrupted.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+            return {
+                name: TensorInfo(path.name, tuple(part.get_shape()), part.get_dtype())
+                for name, part in parts.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or corrupted: {error}") from error
 
 
 def reader(file: Any) -> Read:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-BLOCK = (128, 128)
 
 
 def config_of(source: Any, config: Any) -> Any:
@@ -33,22 +32,6 @@ def config_of(source: Any, config: Any) -> Any:
     )
 
 
-def block_size_of(config: Any) -> tuple[int, ...]:
-    """The block of a block-FP8 checkpoint, or the default. Removes quantization_config from `config`.
-
-    The model holds FP8 in lorakernels' own way, so its config must not call it quantized by transformers.
-    """
-    found = config.__dict__.pop("quantization_config", None)
-    if found is None:
-        return BLOCK
-    found = found if isinstance(found, dict) else found.to_dict()
-    if found.get("quant_method") != "fp8":
-        raise ValueError(
-            f"quant_method of the checkpoint must be 'fp8', found {found.get('quant_method')!r}"
-        )
-    return tuple(found.get("weight_block_size") or BLOCK)
-
-
 class _LargeOnMeta(TorchFunctionMode):
     """Allocates no memory for `torch.empty`, from which linear and embedding layers take their weights.
 
@@ -63,11 +46,7 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | None) -> Any:
-    """The model in eval mode, its linear layers and embeddings on the meta device.
-
-    Raises:
-        ValueError: some of its parts stay in fp32 whatever `dtype` is.
-    """
+    """The model in eval mode, its linear layers and embeddings on the meta device."""
     import transformers
 
     make = model_class or transformers.AutoModelForCausalLM
@@ -77,9 +56,27 @@ def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | No
     with _LargeOnMeta():
         model = build(config, dtype=dtype, **asked)
     torch.set_rng_state(random)
-    if kept := getattr(model, "_keep_in_fp32_modules_strict", None):
-        raise ValueError(f"{type(model).__name__} keeps {sorted(kept)} in fp32: load it otherwise")
+    _keep_in_fp32(model, dtype)
     return model.eval()
+
+
+def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:
+    """Hold in fp32 what the model's class wants so, such as DeepSeek-V3's e_score_correction_bias."""
+    strict = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    others = getattr(model, "_keep_in_fp32_modules", None) or ()
+    names = (*strict, *others) if dtype == torch.float16 else strict
+    wanted = [name.replace("*", ".*") for name in names]
+    if dtype not in (torch.float16, torch.bfloat16) or not wanted:
+        return
+    for path, tensor in model.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and any(re.search(name, path) for name in wanted):
+            owner, _, leaf = path.rpartition(".")
+            module = model.get_submodule(owner)
+            if leaf in module._parameters:
+                kept = torch.nn.Parameter(tensor.detach().float(), tensor.requires_grad)
+                module._parameters[leaf] = kept
+            else:
+                module._buffers[leaf] = tensor.float()
 
 
 def read_generation_config(model: Any, source: Any) -> None:

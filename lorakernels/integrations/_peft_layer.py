@@ -35,6 +35,7 @@ from lorakernels.modules.lora import delta_of
 from lorakernels.modules.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.planned import planned_call
 from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.targets import has_forward_of_its_own
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
@@ -121,7 +122,8 @@ class LoraKernelsLinear(PeftLinear):
         if not self.cast_input_dtype_enabled:
             return "input casting is switched off"
         if not (isinstance(self.base_layer, FrozenFP8Linear) or is_plain_linear(self.base_layer)):
-            return f"the base layer is a {type(self.base_layer).__name__}"
+            more = " with a forward of its own" if has_forward_of_its_own(self.base_layer) else ""
+            return f"the base layer is a {type(self.base_layer).__name__}{more}"
         if self.fan_in_fan_out:
             return "the base weight is stored [K, N] (fan_in_fan_out)"
         if self.base_layer.weight.requires_grad:
@@ -165,7 +167,9 @@ class LoraKernelsLinear(PeftLinear):
         """
         if isinstance(self.base_layer, FrozenFP8Linear) and self.is_fp8:
             return True
-        return x.dtype == self.base_layer.weight.dtype or torch.is_autocast_enabled(x.device.type)
+        weight = self.base_layer.weight
+        casts = torch.is_autocast_enabled(x.device.type) and weight.element_size() > 1
+        return x.dtype == weight.dtype or casts
 
     def dropout_of(self, adapter: str) -> float:
         dropout = self.lora_dropout[adapter]
@@ -296,12 +300,13 @@ class LoraKernelsLinear(PeftLinear):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """True for an nn.Linear whose forward is nn.Linear's and is called by its owner."""
+    """True for an nn.Linear whose forward is nn.Linear's, also on the instance, and is called by its owner."""
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
         and type(module).__name__ != "NonDynamicallyQuantizableLinear"
         and not hasattr(module, "parametrizations")
+        and not has_forward_of_its_own(module)
     )
 
 

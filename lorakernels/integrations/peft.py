@@ -32,7 +32,8 @@ from lorakernels.integrations._peft_layer import (
     lora_layers,
 )
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear, match_targets
+from lorakernels.modules.targets import is_fp8_linear, match_targets, quantized_with
+from lorakernels.modules.weights import check_plain
 
 _ORIGINAL = "_lorakernels_original_base"
 
@@ -133,7 +134,7 @@ def patch(
     weights too, for `restore`; False frees them.
 
     Raises:
-        TypeError: `fp8` is neither a DelayedScaling nor a BlockScaling.
+        TypeError: `fp8` is neither a DelayedScaling nor a BlockScaling. With `fp8`, also if a weight is quantized.
         ValueError: `model` has no LoRA layer of PEFT's. With `fp8`, also if a layer is merged, a variant needs the
             base in full precision, or a weight is not finite.
     """
@@ -221,5 +222,8 @@ def _check_bases(ready: dict[str, Any], merged: list[str]) -> None:
             raise ValueError(
                 f"{name} is a {kind}, which needs the base in full precision: fp8=None"
             )
+        if scales := quantized_with(layer.base_layer):
+            raise TypeError(f"{name}: its weight is quantized, with {', '.join(scales)}: fp8=None")
+        check_plain(f"{name}: its weight", layer.base_layer.weight)
         if not bool(layer.base_layer.weight.isfinite().all()):
             raise ValueError(f"{name}: its weight must be finite to be held in FP8")

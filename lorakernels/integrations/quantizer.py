@@ -15,6 +15,7 @@ This needs transformers 5. Block-FP8 checkpoints are loaded by `load_quantized` 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear
+from lorakernels.checkpoints.base_format import format_of
+from lorakernels.checkpoints.file_names import check_places
+from lorakernels.checkpoints.shards import check_one_set, header, read_index
+from lorakernels.checkpoints.skeleton import config_of
 from lorakernels.config import Recipe
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.frozen_targets import frozen_targets
@@ -127,7 +132,15 @@ class LoRAKernelsQuantizer(HfQuantizer):
                 f"device_map must not offload layers, found {sorted(map(str, places))}: FP8 layers stay on one device"
             )
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+    ) -> Any:
+        """Choose the layers to quantize.
+
+        Raises:
+            ValueError: the files hold anything but plain weights.
+        """
+        _check_plain(model, [Path(file) for file in checkpoint_files or ()])
         taken, _ = frozen_targets(model, (), ())
         self._targets = [path for path in taken if not self.quantization_config.keeps(path)]
         return model
@@ -147,6 +160,8 @@ class LoRAKernelsQuantizer(HfQuantizer):
             ValueError: a value is not finite, or the shape differs from the model's.
         """
         old: Any = model.get_submodule(path)
+        if not weight.is_floating_point() or weight.element_size() == 1:
+            raise ValueError(f"{path}.weight must be plain floating point, found {weight.dtype}")
         if weight.shape != old.weight.shape:
             raise ValueError(
                 f"{path}.weight is {list(weight.shape)} in the checkpoint, {list(old.weight.shape)} in the model"
@@ -178,3 +193,19 @@ class LoRAKernelsQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+
+def _check_plain(model: Any, paths: list[Path]) -> None:
+    """Refuse files with anything but plain weights of `model`: transformers would drop scales, and go on."""
+    files = [path for path in paths if path.suffix == ".safetensors"]
+    if not files:
+        return
+    folder = files[0].parent
+    check_one_set(folder, read_index(folder).values())
+    tensors = {name: info for path in files for name, info in header(path).items()}
+    if format_of(tensors, {}, folder).fp8:
+        raise ValueError(
+            f"the weights in {folder} are in block FP8, expected plain ones: load_quantized takes them"
+        )
+    config = config_of(folder, None) if (folder / "config.json").is_file() else model.config
+    check_places(model, config, tensors)

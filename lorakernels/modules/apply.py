@@ -25,6 +25,7 @@ from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets, warn_of_unused
 from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
+from lorakernels.modules.weights import check_plain
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
@@ -252,6 +253,8 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
             continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
+        if isinstance(module, nn.Linear):
+            check_plain(f"{path}.weight", weight)
         if config.fp8 is None or weight.is_meta or weight.element_size() == 1:
             continue
         if not bool(weight.detach().isfinite().all()):

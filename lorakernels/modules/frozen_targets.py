@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from lorakernels.modules.targets import check_class, counts_as_linear
+from lorakernels.modules.targets import check_class, counts_as_linear, quantized_with
 
 _ROUTER = re.compile(r"(^|_)(gate|router)$")  # for a path's last name; not for gate_proj
 HOOKS = (  # the tables of an nn.Module
@@ -56,6 +56,8 @@ def _why_it_stays(path: str, module: nn.Module, saved: Collection[str]) -> str:
         return "trained, in modules_to_save"
     if _ROUTER.search(path.rpartition(".")[2]):
         return "router"
+    if scales := quantized_with(module):
+        return f"quantized, with {', '.join(scales)}"
     if "forward" in vars(module) or any(vars(module)[name] for name in HOOKS):
         return "hooks, or a forward of its own"
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.config import BlockScaling, DelayedScaling, Recipe
-from lorakernels.modules.weights import BYTES, scales_shape
+from lorakernels.modules.weights import BYTES, check_plain, scales_shape
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 
@@ -54,6 +54,8 @@ class FrozenSpec:
             raise ValueError(f"{self.entry}: bias must be [N], found {shapes}")
         if scale_inv is not None:
             self._check_bytes(data, scale_inv)
+        else:
+            check_plain(f"{self.entry}: weight", data)
         if self.fp8_state is not None:
             self._check_state(self.fp8_state, data.device)
 

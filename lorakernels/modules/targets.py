@@ -49,6 +49,8 @@ _DTYPE_IS_READ = {
     **dict.fromkeys(("pop2piano", "udop", "pix2struct", "kosmos-2.5"), frozenset(("wo",))),
     **dict.fromkeys(("nllb-moe", "seamless_m4t", "seamless_m4t_v2"), frozenset(("fc2",))),
 }
+# Parameters and buffers of a linear layer that say how its weight is quantized
+_QUANTIZED = re.compile(r"scale|zero_point|absmax|qweight|qzeros|g_idx|packed|quant_")
 _HOOKS = {
     "_forward_pre_hooks": "forward pre-hook",
     "_forward_hooks": "forward hook",
@@ -291,7 +293,13 @@ def check_class(path: str, module: nn.Module) -> None:
 
 
 def _check_kept(path: str, module: nn.Module) -> None:
-    """Refuse a module with hooks or its own forward. LoRALinear replaces the module, so they would never run again."""
+    """Refuse a module with hooks, its own forward or scales. LoRALinear replaces it, so they would be lost."""
+    if scales := quantized_with(module):
+        raise TypeError(
+            f"target {path!r} is quantized, with {', '.join(scales)}, and LoRALinear would take its weight "
+            "without them: dequantize the model with the tool that quantized it and save it in bf16, or load the bf16 "
+            "checkpoint"
+        )
     for attribute, what in _HOOKS.items():
         hooks = list(getattr(module, attribute, {}).values())
         if hooks:
@@ -300,18 +308,35 @@ def _check_kept(path: str, module: nn.Module) -> None:
                 f"target {path!r} has a {what}, {name}, which would never run again: LoRALinear takes the module's "
                 "place. Remove it and register it after apply_lora, or leave the module out with exclude_modules"
             )
-    forward = vars(module).get("forward")
-    # accelerate's remove_hook_from_module leaves the class's own forward, bound to the instance
-    if forward is not None and getattr(forward, "__func__", None) is not type(module).forward:
+    if has_forward_of_its_own(module):
         hook = getattr(module, "_hf_hook", None)
         owner = f" by accelerate's {type(hook).__name__}" if hook is not None else ""
         cure = (
-            "accelerate.hooks.remove_hook_from_submodules(model)" if owner else "del module.forward"
+            "Remove it first (accelerate.hooks.remove_hook_from_submodules(model))"
+            if owner
+            else "Ask what set it for the plain layer, as it may dequantize the weight or offload it"
         )
         raise TypeError(
             f"target {path!r} has a forward set on the instance{owner}, which would never run again: LoRALinear "
-            f"takes the module's place. Remove it first ({cure}), or leave the module out with exclude_modules"
+            f"takes the module's place. {cure}, or leave the module out with exclude_modules"
         )
+
+
+def has_forward_of_its_own(module: nn.Module) -> bool:
+    """Whether `forward` was set on the instance.
+
+    accelerate's remove_hook_from_module leaves the class's forward there, bound to the instance, which does not count.
+    """
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def quantized_with(module: nn.Module) -> list[str]:
+    """The scales and the like that an `nn.Linear` has beside its weight, but for transformers' FP8Linear."""
+    if not isinstance(module, nn.Linear) or is_fp8_linear(module):
+        return []
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [name for name, _ in named if _QUANTIZED.search(name)]
 
 
 def _check_owner(model: nn.Module, path: str, config: LoRAConfig) -> None:

@@ -17,6 +17,19 @@ from lorakernels.values import Weight
 BYTES = (torch.uint8, E4M3)  # dtypes in which e4m3 values are stored and saved
 
 
+def check_plain(name: str, weight: Tensor) -> None:
+    """Refuse a weight whose values need scales that are not there.
+
+    Raises:
+        TypeError: it is in FP8 or in integers.
+    """
+    if not weight.is_floating_point() or weight.element_size() == 1:
+        raise TypeError(
+            f"{name} must be plain floating point, or FP8 with its scales, found {weight.dtype} without scales: "
+            "dequantize the model with the tool that quantized it, or load the bf16 checkpoint"
+        )
+
+
 def quantize_weight(
     weight: Tensor,
     blocks: BlockScaling | None = None,

@@ -30,7 +30,13 @@ from lorakernels.train.context import share_rows
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.flops import Sizes
 from lorakernels.train.jobs import Job, add_jobs
-from lorakernels.train.model import attention_of, load_model, quiet_transformers, save_activations
+from lorakernels.train.model import (
+    attention_of,
+    load_model,
+    not_read,
+    quiet_transformers,
+    save_activations,
+)
 from lorakernels.train.model_checks import check_model, check_same_layers
 from lorakernels.train.option_fields import targets_of
 from lorakernels.train.options import FinetuneOptions
@@ -173,7 +179,7 @@ def load_adapted(
             loaded.model.config.use_cache = False  # type: ignore[union-attr]
             return loaded.model, loaded.report
     torch.manual_seed(options.seed)
-    model = load_model(directory, dtype, device)
+    model = load_model(directory, dtype, device, reporter.say)
     torch.manual_seed(options.seed)
     return model, add_adapters(model, options, random)
 
@@ -182,6 +188,8 @@ def _say_loaded(loaded: Loaded, meshes: Meshes, reporter: Reporter) -> None:
     if meshes.stages is not None or meshes.tp is not None:
         whose = "stage" if meshes.tp is None else "parts of layers"
         reporter.say(f"base: {loaded.bytes / 1e6:,.3f} MB read, those of this rank's {whose}")
+    if loaded.left_out:
+        reporter.say(not_read(loaded.left_out))
     if loaded.sharded is not None:
         reporter.say(f"base: {'; '.join(str(loaded.sharded).splitlines())}")
 

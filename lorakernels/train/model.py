@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor, nn
 
-from lorakernels import ContextParallel, change_of_logits
+from lorakernels import BaseFiles, ContextParallel, change_of_logits, load_quantized
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loss import chunked_cross_entropy
 from lorakernels.train.options import FinetuneOptions
@@ -119,42 +119,14 @@ def check_directory(directory: Path) -> None:
         raise ModelError(
             f"model directory {directory} has no tokenizer (none of {', '.join(TOKENIZER_FILES)})"
         )
-    for shard in _shards(directory):
-        _check_safetensors(shard)
+    _base_files(directory)
 
 
-def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{index} is broken: {error}") from error
-        missing = [name for name in names if not (directory / name).is_file()]
-        if missing:
-            raise ModelError(f"{index} lists files that are missing: {', '.join(missing[:5])}")
-        return [directory / name for name in names]
-    if (directory / "model.safetensors").is_file():
-        return [directory / "model.safetensors"]
-    pickles = sorted(p.name for p in directory.glob("*.bin"))
-    hint = (
-        f"; {pickles[0]} is a pickle, which could run code: convert it to safetensors"
-        if pickles
-        else ""
-    )
-    raise ModelError(f"model directory {directory} has no model.safetensors{hint}")
-
-
-def _check_safetensors(path: Path) -> None:
-    import safetensors
-
+def _base_files(directory: Path) -> BaseFiles:
     try:
-        with safetensors.safe_open(path, framework="pt"):
-            pass
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is truncated or corrupted: {error}") from error
+        return BaseFiles(directory)
+    except (ValueError, OSError) as error:
+        raise ModelError(str(error)) from error
 
 
 def quiet_transformers() -> Any:
@@ -182,25 +154,41 @@ def attention_of(config: Any) -> str:
     return "sdpa" if capped is None else "eager"
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The base model in ``dtype`` on ``device``. Every tensor must come from the directory.
+def load_model(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    say: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """The base model in ``dtype`` on ``device``, by transformers.
+
+    Every tensor must come from the directory, and every tensor there must be used. ``say`` is told of those that
+    transformers leaves out by its own lists.
 
     Raises:
-        ModelError: a tensor is missing, or the model cannot be loaded.
+        ModelError: a tensor is missing or has no place, or the model cannot be loaded.
     """
     transformers = quiet_transformers()
     check_directory(directory)
+    files = _base_files(directory)
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         config = transformers.AutoConfig.from_pretrained(directory, **local)
+        attention = attention_of(config)
+        if files.fp8 and (loaded := _dequantized(directory, dtype, device, attention, say)):
+            return loaded
+        files.declare(config)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
+            config=config,
             dtype=dtype,
             **local,
             use_safetensors=True,
-            attn_implementation=attention_of(config),
+            attn_implementation=attention,
             output_loading_info=True,
         )
+    except ModelError:
+        raise
     except Exception as error:  # transformers raises many kinds
         raise ModelError(
             f"the model in {directory} cannot be loaded: {type(error).__name__}: {error}"
@@ -209,9 +197,56 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> nn.
         raise ModelError(
             f"{directory} lacks tensors of its model: {', '.join(sorted(info['missing_keys'])[:5])}"
         )
+    try:
+        gone = files.left_out(model, config, info["unexpected_keys"])
+    except ValueError as error:
+        raise ModelError(f"{directory}: {error}") from error
+    if gone and say is not None:
+        say(not_read(gone))
     model.config.use_cache = False
-    loaded: nn.Module = model.to(device)
-    return loaded
+    placed: nn.Module = model.to(device)
+    return placed
+
+
+def _dequantized(
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    say: Callable[[str], None] | None,
+) -> nn.Module | None:
+    """A base in block FP8 in ``dtype``, tensor by tensor; None if that is refused before a value is read.
+
+    Raises:
+        ModelError: a value cannot be used.
+    """
+    began: list[int] = []
+    try:
+        loaded: Any = load_quantized(
+            directory,
+            device=device,
+            dtype=dtype,
+            frozen="plain",
+            attn_implementation=attention,
+            progress=lambda done, _: began.append(done),
+        )
+    except (ValueError, TypeError, OSError) as error:
+        if began:
+            raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
+        if say is not None:
+            say(f"dequantized by transformers instead of tensor by tensor: {error}")
+        return None
+    if loaded.left_out and say is not None:
+        say(not_read(loaded.left_out))
+    loaded.model.config.use_cache = False
+    model: nn.Module = loaded.model
+    return model
+
+
+def not_read(names: Sequence[str]) -> str:
+    """What a report says of tensors that were left out."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"not read, since the model does not compute with them: {', '.join(names[:3])}{more}"
 
 
 def save_activations(model: Any) -> None:

@@ -25,6 +25,7 @@ from lorakernels import (  # noqa: E402
 )
 from lorakernels.modules.frozen import FrozenFP8Linear  # noqa: E402
 from tests.modules.test_experts import BOTH, FAMILIES, IDS  # noqa: E402
+from tests.small_checkpoints import assert_equal  # noqa: E402
 
 NAMED = {"r": 4, "target_modules": ["q_proj"], "target_parameters": BOTH}
 
@@ -76,12 +77,52 @@ def test_experts_without_an_adapter_are_held_in_fp8(family: str, tmp_path: Path)
             assert (error <= weight.abs() * 2**-4 + weight.abs().max() / 448 * 2**-10).all()
 
 
-def test_without_target_parameters_an_adapter_s_base_is_transformers_to_load(
-    tmp_path: Path,
+@pytest.mark.parametrize("frozen", ["fp8", "plain"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_target_parameters_experts_are_plain_stacks(
+    family: str, frozen: str, tmp_path: Path
 ) -> None:
-    saved("Mixtral", tmp_path)
-    with pytest.raises(ValueError, match=r"missing \(model.layers.0.mlp.experts.down_proj"):
-        load(tmp_path, lora=LoRAConfig(r=4, target_modules=["q_proj"]))
+    """As from_pretrained and apply_lora have them, to the bit."""
+    saved(family, tmp_path, max_shard_size="9KB")
+    lora = LoRAConfig(r=4, target_modules=["q_proj"])
+    ours = load(tmp_path, lora=lora, frozen=frozen, dtype=torch.bfloat16).model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    apply_lora(theirs, lora, frozen=frozen)
+    assert_equal(ours, theirs)
+
+
+def test_deepseek_s_correction_bias_stays_in_fp32(tmp_path: Path) -> None:
+    config = transformers.DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    made = transformers.DeepseekV3ForCausalLM(config)
+    bias = made.model.layers[1].mlp.gate.e_score_correction_bias
+    nn.init.normal_(bias)
+    made.save_pretrained(tmp_path)
+    lora = LoRAConfig(r=4, target_modules=["o_proj"])
+    ours = load(tmp_path, lora=lora, frozen="plain", dtype=torch.bfloat16).model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    torch.manual_seed(5)
+    apply_lora(theirs, lora)
+    assert_equal(ours, theirs)
+    assert torch.equal(ours.model.layers[1].mlp.gate.e_score_correction_bias, bias)
 
 
 def test_one_stack_alone_is_adapted_and_the_other_one_held(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ def not_the_config(place):
         (missing, r"1 missing:\s+.*down_proj.lora_B.weight"),
         (other_modules, "does not fit this model: .*'query'"),
         (dora, r"adapter_config.json: use_dora=True is not supported"),
-        (other_quantization, "quant_method of the checkpoint must be 'fp8', found 'bitsandbytes'"),
+        (
+            other_quantization,
+            "says that the base's weights are in bitsandbytes, which is not read here",
+        ),
         (no_config, "has no config.json"),
         (lost_shard, "lacks 1 of"),
         (not_the_config, r"\[96, 128\] in the base, \[97, 128\] by its config.json"),

@@ -129,11 +129,3 @@ def test_wrong_options_are_refused(options, message, tmp_path):
     write_checkpoint(tmp_path, config())
     with pytest.raises(ValueError, match=message):
         ours(tmp_path, **options)
-
-
-def test_another_quantization_is_refused(tmp_path):
-    made = config()
-    made.quantization_config = {"quant_method": "gptq", "bits": 4}
-    write_checkpoint(tmp_path, made)
-    with pytest.raises(ValueError, match="must be 'fp8', found 'gptq'"):
-        ours(tmp_path)

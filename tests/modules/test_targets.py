@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRALinear, apply_lora
-from lorakernels.config import LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig
 from lorakernels.modules.targets import choose, match_saved, match_targets
 
 
@@ -293,7 +293,7 @@ def test_a_target_with_a_forward_of_its_own_is_refused():
     model = nn.ModuleDict({"m": nn.Linear(4, 4)})
     model["m"].forward = lambda x: x
     with pytest.raises(
-        TypeError, match=r"'m' has a forward set on the instance,.*del module\.forward"
+        TypeError, match=r"'m' has a forward set on the instance,.*it may dequantize"
     ):
         match_targets(model, LoRAConfig(target_modules=["m"]))
     hooks = pytest.importorskip("accelerate.hooks")
@@ -305,6 +305,29 @@ def test_a_target_with_a_forward_of_its_own_is_refused():
         match_targets(model, LoRAConfig(target_modules=["m"]))
     hooks.remove_hook_from_submodules(model)
     assert match_targets(model, LoRAConfig(target_modules=["m"])) == ["m"]
+
+
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "fp8"])
+@pytest.mark.parametrize("frozen", ["plain", "fp8"])
+def test_a_weight_without_its_scales_gets_no_adapter(fp8, frozen):
+    """e4m3 alone; and as compressed-tensors leaves it, whose forward reads the scale that lies beside the weight."""
+    if fp8 is None and frozen == "fp8":
+        pytest.skip("refused for other reasons")
+    lora = LoRAConfig(target_modules=["m"], fp8=fp8)
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        model = nn.ModuleDict({"n": nn.Linear(4, 4), "m": nn.Linear(4, 4)})
+        weight = torch.ones(4, 4).to(dtype)
+        model["m"].weight = nn.Parameter(weight, requires_grad=False)
+        with pytest.raises(TypeError, match=rf"m\.weight must be plain.*found {dtype} without"):
+            apply_lora(model, lora, frozen=frozen)
+        assert type(model["m"]) is nn.Linear and model["n"].weight.requires_grad
+    model["m"] = nn.Linear(4, 4)
+    model["m"].register_buffer("weight_scale", torch.ones(4, 1))
+    model["m"].forward = lambda x: x
+    with pytest.raises(
+        TypeError, match=r"'m' is quantized, with weight_scale.*dequantize the model"
+    ):
+        apply_lora(model, lora, frozen=frozen)
 
 
 def mamba() -> nn.Module:

@@ -58,7 +58,7 @@ def only_a_pickle(model: Path) -> str:
 def missing_shard(model: Path) -> str:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    return "lists files that are missing: model-00001-of-00002.safetensors"
+    return "lacks 1 of 1 files: model-00001-of-00002.safetensors"
 
 
 def missing_tensor(model: Path) -> str:
