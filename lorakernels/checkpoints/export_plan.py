@@ -25,6 +25,7 @@ from lorakernels.checkpoints.adapter_keys import (
     stacks_of,
     without_peft_copies,
 )
+from lorakernels.checkpoints.embeddings import check_embeddings, is_same_base, take_embeddings
 from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.loading_plan import E4M3, holders_of
 from lorakernels.checkpoints.peft_format import (
@@ -50,7 +51,7 @@ class Adapter:
 
     Attributes:
         deltas: module path → (A [R, K], B [N, R], scaling).
-        values: tensor name → the value that replaces it.
+        values: tensor name → the value that replaces it. A delta is added to that value.
     """
 
     deltas: dict[str, tuple[Tensor, Tensor, float]]
@@ -135,6 +136,8 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         stacks, experts = stacks_of(model, config), named_parameters(model, config)
         only_experts = config.target_parameters and not config.target_modules
         paths = [] if only_experts else match_targets(model, config)
+        embeddings = take_embeddings(model, slots, tensors)
+        check_embeddings(model, embeddings, {})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
@@ -153,7 +156,26 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         key.removeprefix(_PREFIX).replace(".base_layer.", "."): value
         for key, value in tensors.items()
     }
-    return Adapter(deltas, values)
+    return Adapter(deltas, values | _changed(model, embeddings, files))
+
+
+def _changed(
+    model: nn.Module, embeddings: Mapping[str, Tensor], files: Source
+) -> dict[str, Tensor]:
+    """Those of the adapter file's `embeddings` that are not the base's in `files`, under all names of tied ones."""
+    found: dict[str, Tensor] = {}
+    holders = holders_of(model)
+    for name, value in embeddings.items():
+        names = holders.get(name, [name])
+        for there in [n for n in names if n in files.tensors][:1]:
+            with files.open(files.tensors[there].shard) as read:
+                base = read(there)
+                same = base.element_size() > 1 and is_same_base(base, value)
+            if same:
+                break
+        else:
+            found |= dict.fromkeys(names, value)
+    return found
 
 
 def _of_experts(
