@@ -10,7 +10,7 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ from lorakernels.checkpoints.adapter_keys import (
     without_peft_copies,
 )
 from lorakernels.checkpoints.adapter_rules import describe, warn_of_peft
+from lorakernels.checkpoints.embeddings import (
+    check_embeddings,
+    put_embeddings,
+    resized_embeddings,
+    take_embeddings,
+)
 from lorakernels.checkpoints.initial_adapters import (
     check_initial_values,
     check_scalings,
@@ -75,9 +81,13 @@ def save_adapter(
     causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
     unchanged base (initial_adapters.py).
 
+    After `resize_token_embeddings` the file also has the embedding and the head, as PEFT's, and a warning says so. The
+    base's vocabulary is looked up in its config.json, in a directory or the Hub's cache.
+
     Raises:
         ValueError: `model` has no LoRALinear or is inside `disable_lora`, `task_type` is not one of PEFT's, or a
-            layer's scaling is not a positive number, or not that of its initialisation from the weight.
+            layer's scaling is not a positive number, or not that of its initialisation from the weight. Or embeddings
+            of a resized vocabulary are held by other ranks.
         OSError: the files could not be written; an adapter already at `path` is untouched. After `parallelize` the
             other ranks of rank 0's group raise ValueError then, as where another rank's model cannot be saved.
     """
@@ -101,6 +111,8 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         rules = describe(model, layers)
         warn_of_peft(model, layers, rules)
         parameters = adapter_tensors(model)
+        base = base or getattr(model, "name_or_path", None)
+        parameters |= resized_embeddings(model, base, parameters)
     at = places(model)
     tensors = {key: _whole(tensor, at.get(id(tensor))) for key, tensor in parameters.items()}
     join_initial(model, tensors)
@@ -109,7 +121,7 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
     kind = type(model)
     config = to_peft_dict(
         next(iter(layers.values())).config,
-        base_model_name_or_path=base or getattr(model, "name_or_path", None),
+        base_model_name_or_path=base,
         task_type=task_type or _task_type(model),
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
@@ -144,7 +156,8 @@ def load_adapter(
     keeps the file's dtype. In a model that has LoRALinears already, shapes and scaling must agree,
     and the values are copied in place. `is_trainable=False` freezes the adapter and calls `model.eval()`. After
     `parallelize`, `pipeline_parallel` or `context_parallel` every rank calls this, reads the files, and takes its part
-    of each tensor, its stages' tensors, or all.
+    of each tensor, its stages' tensors, or all. What the file has of the base's own embedding and head goes into the
+    base, as in PEFT.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -158,9 +171,13 @@ def load_adapter(
         config, tensors = read_config(folder, fp8), read_weights(folder)
     _check_alike(model, tensors, str(folder))
     with _together(model):
-        tensors = _fitting(model, tensors, folder, config)
-    adapted = bool(lora_modules(model))
-    with all_or_nothing(model):
+        tensors, values = _fitting(model, tensors, folder, config)
+    adapted, at = bool(lora_modules(model)), places(model)
+
+    def like(value: Tensor, parameter: Tensor) -> Tensor:
+        return _like(value, parameter, at.get(id(parameter)))
+
+    with all_or_nothing(model), put_embeddings(model, values, like):
         if not adapted:
             dtypes = (t.dtype for key, t in tensors.items() if key.endswith(".lora_A.weight"))
             report = apply_lora(model, config, adapter_dtype=adapter_dtype or next(dtypes))
@@ -188,9 +205,16 @@ def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> Non
             check_alike(group, tensors, what)
 
 
+class _Fitting(NamedTuple):
+    """What a file has for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
+
+    tensors: dict[str, Tensor]
+    embeddings: dict[str, Tensor]
+
+
 def _fitting(
     model: nn.Module, tensors: dict[str, Tensor], folder: Path, config: LoRAConfig
-) -> dict[str, Tensor]:
+) -> _Fitting:
     """`tensors` that were read from `folder`, whole and by key, as they fit `model`. They are changed in place.
 
     Raises:
@@ -211,6 +235,8 @@ def _fitting(
                     expected[key] = expected[key]._replace(shape=shape)
                 widen(model, expected)
                 promised = keys_of(model, config)
+                values = take_embeddings(model, expected, tensors)
+                check_embeddings(model, values, at)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
@@ -224,6 +250,8 @@ def _fitting(
                 )
             expected = expected_slots(model, config)
             promised = []  # `expected` has them
+            values = take_embeddings(model, expected, tensors)
+            check_embeddings(model, values, at)
             saved = match_saved(model, config)
             joined = stacks_of(model, config)
     except (ValueError, TypeError) as error:
@@ -236,7 +264,7 @@ def _fitting(
     if adapted:
         _check_scaling(model, config, folder)
         check_initial_values(model, split_initial(model, tensors), folder)
-    return tensors
+    return _Fitting(tensors, values)
 
 
 def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:

@@ -265,11 +265,11 @@ class _Merge:
 
     def _value(self, out: Out, read: Callable[[str], Tensor]) -> Tensor:
         """The merged value before it is rounded."""
-        if out.name in self.adapter.values:
-            return self.adapter.values[out.name]
-        value = read(out.source)
-        if (scales := self._scales.get(f"{out.source}_scale_inv")) is not None:
-            value = dequantize(FP8Weight(out.source, value, scales, self.plan.block))
+        value = self.adapter.values.get(out.name)
+        if value is None:
+            value = read(out.source)
+            if (scales := self._scales.get(f"{out.source}_scale_inv")) is not None:
+                value = dequantize(FP8Weight(out.source, value, scales, self.plan.block))
         path = out.name.removesuffix(".weight")
         if path in self.adapter.deltas and path != out.name:
             value = value.float() + delta_of(*self.adapter.deltas[path])

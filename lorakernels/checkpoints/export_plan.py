@@ -26,6 +26,7 @@ from lorakernels.checkpoints.adapter_keys import (
     without_peft_copies,
 )
 from lorakernels.checkpoints.base_format import E4M3
+from lorakernels.checkpoints.embeddings import check_embeddings, is_same_base, take_embeddings
 from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.file_names import Renamed
 from lorakernels.checkpoints.loading_plan import holders_of
@@ -52,7 +53,7 @@ class Adapter:
 
     Attributes:
         deltas: module path → (A [R, K], B [N, R], scaling).
-        values: tensor name → the value that replaces it.
+        values: tensor name → the value that replaces it. A delta is added to that value.
     """
 
     deltas: dict[str, tuple[Tensor, Tensor, float]]
@@ -146,6 +147,8 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         stacks, experts = stacks_of(model, config), named_parameters(model, config)
         only_experts = config.target_parameters and not config.target_modules
         paths = [] if only_experts else match_targets(model, config)
+        embeddings = take_embeddings(model, slots, tensors)
+        check_embeddings(model, embeddings, {})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
@@ -163,7 +166,26 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
     biases = {f"{path}.base_layer.bias": f"{path}.bias" for path in paths}
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     values = {biases.get(name, name): tensors[key] for key, name in names.items()}
-    return Adapter(deltas, values)
+    return Adapter(deltas, values | _changed(model, embeddings, files))
+
+
+def _changed(
+    model: nn.Module, embeddings: Mapping[str, Tensor], files: Source
+) -> dict[str, Tensor]:
+    """Those of the adapter file's `embeddings` that are not the base's in `files`, under all names of tied ones."""
+    found: dict[str, Tensor] = {}
+    holders = holders_of(model)
+    for name, value in embeddings.items():
+        names = holders.get(name, [name])
+        for there in [n for n in names if n in files.tensors][:1]:
+            with files.open(files.tensors[there].shard) as read:
+                base = read(there)
+                same = base.element_size() > 1 and is_same_base(base, value)
+            if same:
+                break
+        else:
+            found |= dict.fromkeys(names, value)
+    return found
 
 
 def _of_experts(

@@ -92,7 +92,10 @@ def from_peft_dict(data: dict[str, Any], *, fp8: Recipe | None) -> LoRAConfig:
         raise ValueError(f"peft_type must be 'LORA', got {kind!r}")
     for key, what in _REFUSED.items():
         if data.get(key):
-            raise ValueError(f"{key}={data[key]!r} is not supported: {what}")
+            raise ValueError(
+                f"{key}={data[key]!r} is not supported: {what}. PEFT itself runs it, also after `register` of "
+                "lorakernels.integrations.peft with fp8=None"
+            )
     fields = {key: data[key] for key in _SHARED if key in data}
     for key in ("rank_pattern", "alpha_pattern"):
         fields[key] = fields.get(key) or {}

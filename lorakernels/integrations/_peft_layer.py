@@ -27,6 +27,7 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import Recipe
+from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.convert import to_frozen
 from lorakernels.modules.frozen_targets import HOOKS
@@ -50,6 +51,7 @@ _READS_BASE = (
     "arrow_config",
 )
 _INIT_WITHOUT_BASE = (True, False, "gaussian", "eva", "orthogonal")
+mend_hooks_of_calls()
 
 
 class LoraKernelsLinear(PeftLinear):

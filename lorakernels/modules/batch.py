@@ -20,6 +20,13 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.adapter_rows import AdapterRows, Alone, CallRows
 from lorakernels.modules.batch_input import ask_inputs
+from lorakernels.modules.batch_ranks import (
+    FACTORS,
+    RefuseWider,
+    check_dense,
+    check_rests,
+    within,
+)
 from lorakernels.modules.experts import expert_layers
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import initial_of
@@ -27,7 +34,6 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.merge import check_enabled, lora_modules
 from lorakernels.modules.trained_parts import hidden_originals
 
-FACTORS = ("lora_A", "lora_B")
 BASE = "__base__"  # PEFT's name of the base alone
 NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows
 
@@ -39,7 +45,7 @@ class AdapterBatch:
         names: of the adapters, in the order of their rows.
         layers: {path: LoRALinear} of the model. Their lora_A is [J, R, K] and their lora_B [J, N, R].
         ranks: {name: rank} of those below the layers' own. The rest of the rows of A and columns of B are zeros, and so
-            are their gradients.
+            are their gradients. `parameters` leaves it out.
     """
 
     def __init__(
@@ -50,13 +56,14 @@ class AdapterBatch:
         for layer in layers.values():
             layer.adapter_rows = self._calls
         wholes = self._wholes()
-        self._views = {
+        self._padded = {
             name: {
                 path: nn.Parameter(whole.data[index], requires_grad=whole.requires_grad)
                 for path, whole in wholes.items()
             }
             for index, name in enumerate(names)
         }
+        self._views = {name: self._narrowed(name) for name in names}
         self._seen = {path: (whole.data_ptr(), whole.dtype) for path, whole in wholes.items()}
         self._tied: dict[str, nn.Parameter] = {}  # whose gradients `follow` hands on
 
@@ -73,6 +80,15 @@ class AdapterBatch:
             )
         return found
 
+    def _narrowed(self, name: str) -> dict[str, nn.Parameter]:
+        """The parameters of `name` in its own rank, which are the padded ones where that is the layer's."""
+        found = dict(self._padded[name])
+        for path, padded in found.items() if name in self.ranks else ():
+            part = within(padded.data, path, self.ranks[name])
+            if part.shape != padded.shape:
+                found[path] = nn.Parameter(part, requires_grad=padded.requires_grad)
+        return found
+
     def _renewed(self) -> dict[str, nn.Parameter]:
         """`_wholes`, after moving the adapters' parts to where these parameters lie now.
 
@@ -81,6 +97,8 @@ class AdapterBatch:
         wholes = self._wholes()
         for path, whole in wholes.items():
             self._renew(path, whole)
+        for name in self.ranks:
+            check_dense(name, self._views[name], self._padded[name])
         if self._tied:
             self._tie(wholes)
         return wholes
@@ -90,8 +108,10 @@ class AdapterBatch:
         if self._seen.get(path) == place:
             return
         for index, name in enumerate(self.names):
-            view = self._views[name][path]
-            view.grad, view.data = None, whole.data[index]
+            padded, view = self._padded[name][path], self._views[name][path]
+            padded.grad, padded.data = None, whole.data[index]
+            if view is not padded:
+                view.grad, view.data = None, within(padded.data, path, self.ranks[name])
         self._seen[path] = place
         if path in self._tied:
             self._give(path, whole.grad)
@@ -105,7 +125,8 @@ class AdapterBatch:
                 self._tied[path] = whole
 
     def _before_sum(self, path: str, _: Tensor) -> None:
-        if all(views[path].grad is None for views in self._views.values()):
+        parts = ((self._views[name][path], self._padded[name][path]) for name in self.names)
+        if all(view.grad is None or padded.grad is None for view, padded in parts):
             self._tied[path].grad = None
 
     def _after_sum(self, path: str, whole: Tensor) -> None:
@@ -114,31 +135,41 @@ class AdapterBatch:
 
     def _give(self, path: str, grad: Tensor | None) -> None:
         for index, name in enumerate(self.names):
-            self._views[name][path].grad = None if grad is None else grad[index]
+            padded, view = self._padded[name][path], self._views[name][path]
+            padded.grad = None if grad is None else grad[index]
+            if view is not padded:
+                part = padded.grad
+                view.grad = None if part is None else within(part, path, self.ranks[name])
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy, whose parts do not lie in the layers' memory."""
         return {**vars(self), "_seen": {}, "_tied": {}}
 
-    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str, *, padded: bool = False) -> dict[str, nn.Parameter]:
         """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
 
         They lie in the model's memory: an update in place is seen by the next forward. Where that memory has moved,
         this call and the next step of an optimizer that is followed find it again.
 
+        A part has the adapter's rank. Of a rank below the layer's, lora_B is then a view whose rows have gaps. torch's
+        `fused=True` and optimizers of other packages may need dense tensors. `padded` gives those: parts of the layer's
+        rank, whose rest is zeros without a gradient.
+
         Raises:
             KeyError: there is no such adapter.
-            RuntimeError: the call is inside `only`.
+            RuntimeError: the call is inside `only`. Or an optimizer has given a part other memory.
         """
         if name not in self._views:
             raise KeyError(f"adapter {name!r} must be one of {', '.join(self.names)}")
         self._renewed()
-        return dict(self._views[name])
+        return dict((self._padded if padded else self._views)[name])
 
     def param_groups(
-        self, options: Mapping[str, Mapping[str, Any]] | None = None
+        self, options: Mapping[str, Mapping[str, Any]] | None = None, *, padded: bool = False
     ) -> list[dict[str, Any]]:
         """A parameter group of torch's optimizers for each adapter, with the `options` of its name.
+
+        `padded` is that of `parameters`.
 
         Raises:
             KeyError: `options` name an adapter that is not there.
@@ -147,16 +178,16 @@ class AdapterBatch:
         options = options or {}
         for name in options:
             self.parameters(name)
+        params = {name: [*self.parameters(name, padded=padded).values()] for name in self.names}
         return [
-            {"params": [*self.parameters(name).values()], **options.get(name, {}), "name": name}
-            for name in self.names
+            {"params": own, **options.get(name, {}), "name": name} for name, own in params.items()
         ]
 
     def give_gradients(self) -> None:
         """Let each of `parameters` have its part of the gradients that backward has summed, without a copy.
 
         Raises:
-            RuntimeError: the call is inside `only`.
+            RuntimeError: the call is inside `only`. Or an optimizer has given a part other memory.
         """
         for path, whole in self._renewed().items():
             self._give(path, whole.grad)
@@ -169,7 +200,16 @@ class AdapterBatch:
 
         Raises:
             RuntimeError: the call is inside `only`.
+            ValueError: the optimizer has `fused=True`, and a part of a lower rank is not dense.
         """
+        if any(
+            group.get("fused") and not all(p.is_contiguous() for p in group["params"])
+            for group in optimizer.param_groups
+        ):
+            raise ValueError(
+                f"optimizer has fused=True, which needs dense parameters; lora_B of {', '.join(self.ranks)} is not, as "
+                "its rank is below the layers': take param_groups(padded=True), or foreach=True"
+            )
         self._tie(self._renewed())
         optimizer.register_step_pre_hook(lambda *_: self.give_gradients())
         optimizer.register_step_post_hook(lambda *_: self.clear_gradients())
@@ -179,9 +219,9 @@ class AdapterBatch:
         for layer in self.layers.values():
             for factor in FACTORS:
                 getattr(layer, factor).grad = None
-        for views in self._views.values():
-            for view in views.values():
-                view.grad = None
+        for parts in (*self._views.values(), *self._padded.values()):
+            for part in parts.values():
+                part.grad = None
 
     @contextmanager
     def rows(self, names: Sequence[str | None]) -> Iterator[None]:
@@ -236,19 +276,25 @@ class AdapterBatch:
         Raises:
             KeyError: there is no such adapter.
             RuntimeError: the call is inside another `only`.
-            ValueError: the call is inside `rows`.
+            ValueError: the call is inside `rows`. Or the layers hold values of this adapter beyond its rank.
         """
-        self.parameters(name)
+        padded = self.parameters(name, padded=True)
+        if name in self.ranks:
+            check_rests(name, padded, self.ranks[name])
         index = self.names.index(name)
         before = {path: (m.lora_A, m.lora_B, m.r, m.lora_alpha) for path, m in self.layers.items()}
         try:
             for layer in self.layers.values():
                 rank = self.ranks.get(name, layer.r)
-                own = layer.lora_A.data[index, :rank], layer.lora_B.data[index, :, :rank]
-                alone = [value.clone() for value in own]
-                for factor, value in zip(FACTORS, alone, strict=True):
-                    grad = getattr(layer, factor).requires_grad
-                    setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
+                wholes = {factor: getattr(layer, factor) for factor in FACTORS}
+                alone = {
+                    factor: nn.Parameter(
+                        within(whole.data[index], factor, rank).clone(), whole.requires_grad
+                    )
+                    for factor, whole in wholes.items()
+                }
+                for factor, value in alone.items():
+                    setattr(layer, factor, value)
                 layer.r = rank
                 layer.lora_alpha = layer.scaling * (rank**0.5 if layer.config.use_rslora else rank)
             with self._calls.holding(Alone()):
@@ -303,6 +349,8 @@ def batch_adapters(
         for factor, value in zip(FACTORS, made[path], strict=True):
             grad = getattr(layer, factor).requires_grad
             setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
+        if own:
+            layer.register_load_state_dict_pre_hook(RefuseWider(names, own))
     batch = AdapterBatch(layers, tuple(names), own)
     ask_inputs(model, layers)
     return batch
@@ -310,27 +358,23 @@ def batch_adapters(
 
 @torch.no_grad()
 def _started(layer: Any, names: Sequence[str], ranks: Mapping[str, int]) -> list[Tensor]:
-    """A [J, R, K] and B [J, N, R] as `reset_adapter` starts each. The layer's own stay as they are."""
-    factors = layer.lora_A, layer.lora_B
-    before = [factor.clone() for factor in factors]
-    found = []
+    """A [J, R, K] and B [J, N, R] as `reset_adapter` starts each in its rank. The layer's own stay as they are."""
+    factors, r = (layer.lora_A, layer.lora_B), layer.r
+    wholes = [torch.zeros_like(f).expand(len(names), *f.shape).clone() for f in factors]
     try:
-        for name in names:
+        for index, name in enumerate(names):
+            layer.r = ranks.get(name, r)
+            parts = [
+                within(whole[index], factor, layer.r)
+                for factor, whole in zip(FACTORS, wholes, strict=True)
+            ]
+            layer.lora_A, layer.lora_B = (nn.Parameter(part.contiguous()) for part in parts)
             layer.reset_adapter()
-            rank = ranks.get(name, layer.r)
-            found.append([_first(factor, rank, dim) for dim, factor in enumerate(factors)])
+            for factor, part in zip(FACTORS, parts, strict=True):
+                part.copy_(getattr(layer, factor))
     finally:
-        for factor, value in zip(factors, before, strict=True):
-            factor.copy_(value)
-    return [torch.stack(values) for values in zip(*found, strict=True)]
-
-
-@torch.no_grad()
-def _first(factor: Tensor, rank: int, dim: int) -> Tensor:
-    """A copy with zeros behind the first `rank` rows or columns."""
-    found = torch.zeros_like(factor)
-    found.narrow(dim, 0, rank).copy_(factor.narrow(dim, 0, rank))
-    return found
+        layer.lora_A, layer.lora_B, layer.r = *factors, r
+    return wholes
 
 
 def _check_model(model: nn.Module) -> None:

@@ -279,7 +279,7 @@ class JobsTrainer(Trainer):
         return {
             f"{job.name}: {path}": parameter
             for job in self.jobs
-            for path, parameter in self.adapters.parameters(job.name).items()
+            for path, parameter in self.adapters.parameters(job.name, padded=True).items()
         }
 
     def _ratio(self, name: str) -> float:
@@ -302,9 +302,8 @@ class JobsTrainer(Trainer):
         norms = []
         most = self.options.max_grad_norm
         for number, job in enumerate(self.jobs):
-            own = [
-                p.grad for p in self.adapters.parameters(job.name).values() if p.grad is not None
-            ]
+            parts = self.adapters.parameters(job.name, padded=True).values()
+            own = [p.grad for p in parts if p.grad is not None]
             factor = self.items / self.items_of_each[number]
             norm = torch.nn.utils.get_total_norm(own).float() * factor
             if most > 0:

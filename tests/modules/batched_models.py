@@ -51,8 +51,7 @@ def batched(fp8: Any = None, sizes: Any = None, **options: Any) -> tuple[Any, Ad
     for name in NAMES:
         for key, value in batch.parameters(name).items():
             if key.endswith("lora_B"):
-                own = batch.ranks.get(name, value.shape[1])
-                nn.init.normal_(value.data[:, :own], std=0.1)
+                nn.init.normal_(value.data, std=0.1)
     return model, batch
 
 

@@ -218,18 +218,6 @@ def test_an_optimizer_of_the_model_trains_all() -> None:
         assert not any(map(torch.equal, before[name], now)), "views follow, and every factor moved"
 
 
-def test_ranks_below_the_layers_stay_below() -> None:
-    model, batch = batched(ranks={"de": 2})
-    optimizer = torch.optim.AdamW(batch.param_groups(), lr=1e-2)
-    batch.follow(optimizer)
-    for _ in range(2):
-        model(input_ids=rows(model)).logits.square().sum().backward()
-        optimizer.step()
-    for key, value in batch.parameters("de").items():
-        rest = value[2:] if key.endswith("lora_A") else value[:, 2:]
-        assert rest.count_nonzero() == 0, key
-
-
 def test_a_state_dict_holds_all() -> None:
     (model, batch), (other, theirs) = batched(), batched()
     other.load_state_dict(model.state_dict())
