@@ -72,7 +72,7 @@ class FinetuneOptions(RunningOptions):
         default_factory=list,
         metadata=about(
             "data",
-            "how many times an epoch takes the documents of each entry of data; 0.5 takes half of them",
+            "how many times an epoch takes the tokens of each entry of data; 0.5 takes half of them",
             metavar="WEIGHT",
         ),
     )

@@ -78,6 +78,10 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             "<bos>system: S<eos>\nuser: a?<eos>\nassistant: ⟦A<eos>\n⟧user: b?<eos>\nassistant: ⟦B<eos>\n⟧",
         ),
         (
+            {"messages": [*turns("a"), {"role": "assistant", "content": "b", "loss": False}, *turns("c", "d")]},
+            "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
+        ),
+        (
             {"messages": [*turns("a"), {"role": "assistant", "content": "b", "weight": 0}, *turns("c", "d")]},
             "<bos>user: a<eos>\nassistant: b<eos>\nuser: c<eos>\nassistant: ⟦d<eos>\n⟧",
         ),
@@ -86,7 +90,7 @@ def test_a_chat_is_written_by_the_template_and_its_answers_are_trained(
             "<bos>system: S<eos>\nuser: a<eos>\nassistant: b<eos>\nassistant: ⟦c<eos>\n⟧",
         ),
     ],
-    ids=["texts", "with ends", "messages", "instruction", "history", "weight 0", "system of a prompt"],
+    ids=["texts", "with ends", "messages", "instruction", "history", "loss false", "weight 0", "system of a prompt"],
 )  # fmt: skip
 def test_what_is_trained_of_other_rows(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
     for template in (PLAIN, MARKED):

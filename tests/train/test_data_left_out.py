@@ -35,6 +35,7 @@ def answer(**fields: Any) -> dict[str, Any]:
     return {"messages": [*turns("a"), {"role": "assistant", **fields}]}
 
 
+FORMS = ("messages", "prompt", "completion", "conversations")
 NOT_WRITTEN = {
     "tools": ({"tools": TOOLS, "messages": turns("a", "b")}, '"tools"'),
     "a call's arguments": (answer(tool_calls=[ZONED]), '"messages[1].tool_calls[0].arguments", of role assistant'),
@@ -51,6 +52,10 @@ NOT_WRITTEN = {
     "thoughts": (answer(content="b", reasoning_content="hm"), '"messages[1].reasoning_content"'),
     "images": (answer(content="b", images=["a.png"]), '"messages[1].images"'),
     "a call of OpenAI's first form": (answer(content="b", function_call={"name": "f"}), '"messages[1].function_call"'),
+    "documents": (
+        {"messages": turns("a", "b"), "chat_template_kwargs": {"documents": [{"text": "c"}]}},
+        '"chat_template_kwargs.documents"',
+    ),
     "of a completion": (
         {"prompt": turns("a"), "completion": [{"role": "assistant", "content": "b", "thinking": "hm"}]},
         '"completion[0].thinking"',
@@ -66,7 +71,7 @@ NOT_WRITTEN = {
 def test_content_that_the_template_does_not_write_is_refused(tmp_path: Path, name: str) -> None:
     """A row like it counts as bad wherever it stands: what was tried once is remembered, not forgiven."""
     row, field = NOT_WRITTEN[name]
-    good = {key: turns("a", "b")[key == "completion" :] for key in row if key != "tools"}
+    good = {key: turns("a", "b")[key == "completion" :] for key in row if key in FORMS}
     path = jsonl(tmp_path / "a.jsonl", [good, row, good, row])
     message = f"a.jsonl line 2: the chat template does not write {field}"
     with pytest.raises(DataError) as caught:
@@ -87,6 +92,10 @@ UNKNOWN = {
     "train of a question": (
         {"messages": [{"role": "user", "content": "a", "train": True}, *turns("a", "b")[1:]]},
         '"messages[0].train" is true of a message of role user',
+    ),
+    "loss of a question": (
+        {"messages": [{"role": "user", "content": "a", "loss": True}, *turns("a", "b")[1:]]},
+        '"messages[0].loss" is true of a message of role user',
     ),
     "parameters of a call": (
         answer(tool_calls=[{"name": "f", "parameters": {"x": 3}}]),

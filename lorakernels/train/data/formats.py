@@ -46,8 +46,8 @@ ROLES = {
     **{name: name for name in ("tool", "function", "ipython", "observation")},
 }
 ROLES = {**ROLES, **{name: role for name, role in SPEAKERS.items() if name not in ROLES}}
-# What an answer that is trained may say of that: OpenAI's files say weight 0 of one that is not, Axolotl's train false.
-TRAINED = {"weight": (0, 1), "train": (False, True)}
+# What a message may say of whether it is trained: in OpenAI's files weight, in Axolotl's train, in ms-swift's loss
+TRAINED = {"weight": (0, 1), "train": (False, True), "loss": (False, True)}
 _CALL = ("function", "id", "type", "index")  # of a tool call, and of its function
 _FUNCTION = ("name", "arguments", "id", "type", "index")
 CHAT_FIELDS = (
@@ -262,7 +262,7 @@ def _chat(
 
 
 def _is_trained(message: Mapping[str, Any]) -> bool:
-    return message.get("weight") != 0 and message.get("train") is not False
+    return all(message.get(key) != 0 for key in TRAINED)
 
 
 def _read_messages(row: Row, value: Any, field: str) -> list[dict[str, Any]]:
@@ -286,8 +286,9 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
             f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(known)}'
             f"{did_you_mean(speaker, tuple(known), 0.6)}"
         )
-    names = {said_by: "role", text: "content"}
-    made = {names.get(key, key): value for key, value in message.items() if value is not None}
+    made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
+    if spoken:
+        made = {{"from": "role", "value": "content"}.get(k, k): made[k] for k in made}
     made["role"] = known[speaker]
     _check_trained(row, made, field)
     if speaker == "function_call":
@@ -307,10 +308,11 @@ def _check_trained(row: Row, message: Mapping[str, Any], field: str) -> None:
         if key in message and message[key] not in values:
             wanted = " or ".join(map(str, values)).lower()
             raise RowError(f'{row.where}: "{field}.{key}" is {message[key]!r}, expected {wanted}')
-    if message["role"] != ASSISTANT and message.get("train"):
+    asked = [key for key in ("train", "loss") if message.get(key)]
+    if asked and message["role"] != ASSISTANT:
         raise RowError(
-            f'{row.where}: "{field}.train" is true of a message of role {message["role"]}, and the loss covers those '
-            "of the assistant: leave it out"
+            f'{row.where}: "{field}.{asked[0]}" is true of a message of role {message["role"]}, and the loss covers '
+            "those of the assistant: leave it out"
         )
 
 

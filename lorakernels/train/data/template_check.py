@@ -11,10 +11,10 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 from lorakernels.train.data.encode import Renderer
-from lorakernels.train.data.formats import Chat, did_you_mean, is_empty
+from lorakernels.train.data.formats import TRAINED, Chat, did_you_mean, is_empty
 from lorakernels.train.data.sources import RowError
 
 # Fields of a message that are to be learned or to be answered. The rest tells about the message.
@@ -22,7 +22,7 @@ CONTENT = (
     *("content", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal"),
     *("documents", "image", "images", "video", "videos", "audio"),
 )  # fmt: skip
-ABOUT = ("role", "name", "id", "tool_call_id", "weight", "train")
+ABOUT = ("role", "name", "id", "tool_call_id", *TRAINED)
 PROBE = "a probe"
 Message = dict[str, Any]
 
@@ -87,8 +87,8 @@ class TemplateCheck:
     def _refused(self, chat: Chat, field: str, role: str = "") -> RowError:
         whose = f", of role {role}" if role else ""
         return RowError(
-            f'{chat.where}: the chat template does not write "{field}"{whose}, so it would not be trained: take it out '
-            "of the row, or give a template that writes it with --chat-template FILE"
+            f'{chat.where}: the chat template does not write "{field}"{whose}, so the model would not see it: take it '
+            "out of the row, or give a template that writes it with --chat-template FILE"
         )
 
     def _kwargs(self, chat: Chat) -> list[str]:
@@ -102,6 +102,8 @@ class TemplateCheck:
             field = f"chat_template_kwargs.{name}"
             if name in self._reserved:
                 raise RowError(f'{chat.where}: "{field}" is set by the run itself: take it out')
+            if name not in known and name in CONTENT:
+                raise self._refused(chat, field)
             if name not in known:
                 if near := did_you_mean(name, known):
                     raise RowError(f'{chat.where}: the chat template does not read "{field}"{near}')
@@ -161,7 +163,7 @@ def _variables(template: str) -> tuple[str, ...]:
     from jinja2.meta import find_undeclared_variables
 
     class Generation(jinja2.ext.Extension):
-        tags: ClassVar = {"generation"}
+        tags: set[str] = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
