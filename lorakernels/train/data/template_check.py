@@ -14,7 +14,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from lorakernels.train.data.encode import Renderer
-from lorakernels.train.data.formats import TRAINED, Chat, did_you_mean, is_empty
+from lorakernels.train.data.fields import did_you_mean, is_empty
+from lorakernels.train.data.formats import Chat
+from lorakernels.train.data.messages import TRAINED
 from lorakernels.train.data.sources import RowError
 
 # Fields of a message that are to be learned or to be answered. The rest tells about the message.
