@@ -35,6 +35,9 @@ def answer(**fields: Any) -> dict[str, Any]:
     return {"messages": [*turns("a"), {"role": "assistant", **fields}]}
 
 
+NAMES = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + PLAIN
+)  # of tools, and nothing else
 FORMS = ("messages", "prompt", "completion", "conversations")
 NOT_WRITTEN = {
     "tools": ({"tools": TOOLS, "messages": turns("a", "b")}, '"tools"'),
@@ -130,6 +133,26 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(DataError) as caught:
         tokens_of(jsonl(tmp_path / "a.jsonl", [row]), tokenizer_with("{{ greeting }}" + MARKED))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "field"),
+    [
+        (NAMES, [{"type": "function", "function": {"name": "f", "description": "d"}}], "tools[0].description"),
+        (NAMES, [{"function": {"name": "f", "parameters": {"type": "object"}}}], "tools[0].parameters"),
+        ("{{ tools[0] }}" + MARKED, [{"name": "f"}, {"name": "g"}], "tools[1].name"),
+    ],
+    ids=["description", "parameters", "a second tool"],
+)  # fmt: skip
+def test_a_part_of_a_tool_that_is_not_written_is_refused(
+    tmp_path: Path, template: str, tools: list[Any], field: str
+) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": turns("a", "b"), "tools": tools}])
+    with pytest.raises(DataError) as caught:
+        tokens_of(path, tokenizer_with(template))
+    assert f'does not write "{field}"' in str(caught.value)
+    whole = tokenizer_with("{% for t in tools %}{{ t }}{% endfor %}" + template)
+    assert len(tokens_of(path, whole).spans) == 1
 
 
 def test_roles_by_sharegpts_names_are_those_of_templates(tmp_path: Path) -> None:

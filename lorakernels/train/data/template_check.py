@@ -14,7 +14,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from lorakernels.train.data.encode import Renderer
-from lorakernels.train.data.formats import TRAINED, Chat, did_you_mean, is_empty
+from lorakernels.train.data.fields import did_you_mean, is_empty
+from lorakernels.train.data.formats import Chat
+from lorakernels.train.data.messages import TRAINED
 from lorakernels.train.data.sources import RowError
 
 # Fields of a message that are to be learned or to be answered. The rest tells about the message.
@@ -43,8 +45,8 @@ class TemplateCheck:
                 writing; or it refuses the messages.
         """
         skipped = self._kwargs(chat)
-        if self._once(_form_of_tools(chat), partial(self._tools, chat)):
-            raise self._refused(chat, "tools")
+        for name in self._once(_form_of_tools(chat), partial(self._tools, chat)):
+            raise self._refused(chat, name)
         for number, message in enumerate(chat.messages):
             for name in self._once(_form(chat, number), partial(self._message, chat, number)):
                 key, field = name.partition("[")[0], f"{chat.fields[number]}.{name}"
@@ -64,8 +66,9 @@ class TemplateCheck:
     def _tools(self, chat: Chat) -> list[str]:
         if not chat.tools:
             return []
-        changed = self._text(replace(chat, tools=[_TOOL]))
-        return ["tools"] if changed == Renderer(self.tokenizer, chat).text() else []
+        whole = Renderer(self.tokenizer, chat).text()
+        probes = [("tools", [_TOOL]), *_probes_of_tools(chat.tools)]
+        return [name for name, tools in probes if self._text(replace(chat, tools=tools)) == whole]
 
     def _message(self, chat: Chat, number: int) -> list[str]:
         whole = Renderer(self.tokenizer, chat).text()
@@ -117,16 +120,35 @@ class TemplateCheck:
         return {*names, "messages"} - {"documents", "kwargs"}
 
 
-_TOOL = {
+_TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}},
-}  # fmt: skip
+    "function": {
+        "name": PROBE,
+        "description": PROBE,
+        "parameters": {"type": "object", "properties": {PROBE: {"type": "string"}}},
+    },
+}
+
+
+def _probes_of_tools(tools: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """(the name of a field, the tools with another value there) for the parts of the last tool."""
+    tool = tools[-1] if isinstance(tools[-1], dict) else {}
+    nested = isinstance(tool.get("function"), dict)
+    function = tool["function"] if nested else tool
+    for part, other in _TOOL["function"].items():
+        if not is_empty(function.get(part)):
+            changed = {**function, part: other}
+            changed = {**tool, "function": changed} if nested else changed
+            yield f"tools[{len(tools) - 1}].{part}", [*tools[:-1], changed]
 
 
 def _form_of_tools(chat: Chat) -> Hashable:
     """What a template may go by when it leaves out the tools."""
+    if not chat.tools:
+        return None
     roles = [message["role"] for message in chat.messages]
-    return bool(chat.tools), roles[0], roles[-1], frozenset(roles), _settings(chat)
+    parts = tuple(name for name, _ in _probes_of_tools(chat.tools))
+    return parts, roles[0], roles[-1], frozenset(roles), _settings(chat)
 
 
 def _form(chat: Chat, number: int) -> Hashable:

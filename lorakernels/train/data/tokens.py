@@ -45,8 +45,8 @@ from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 from lorakernels.train.manifest import entry_of
 
-# Of these files, and of how sources.py, formats.py and encode.py make tokens of rows, or refuse them. Without a chat
-# template version 2 left out the "system", "tools" and "history" of instructions. Version 3 took the last of several
+# Of these files, and of how the files of this folder make tokens of rows, or refuse them. Without a chat template
+# version 2 left out the "system", "tools" and "history" of instructions. Version 3 took the last of several
 # values of one name in a JSON object. Version 4 took fields that the template does not write, and unknown roles.
 VERSION = 5
 Spans = np.ndarray[Any, np.dtype[np.int64]]
