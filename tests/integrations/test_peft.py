@@ -199,6 +199,7 @@ def test_adapters_merged_one_after_the_other_are_all_in_the_base(fp8):
     for steps in (["default"], ["third"]), (["second"], ["third", "default"]):
         for names in steps:
             layer.merge(adapter_names=names)
+            assert layer.is_merged is layer.merged is True  # graphs watch the first
         merged = [name for names in steps for name in names]
         exact = base + sum(deltas[name] for name in merged)
         found = layer.base_layer.dequantized_weight()
@@ -208,6 +209,7 @@ def test_adapters_merged_one_after_the_other_are_all_in_the_base(fp8):
             ((found - exact).abs() <= bound * 1.001).all()
         )
         layer.unmerge()
+        assert layer.is_merged is layer.merged is False
         assert torch.equal(layer.base_layer.dequantized_weight(), base)
 
 
@@ -269,7 +271,9 @@ def test_merge_and_unload_leaves_plain_linears(merge_first):
     expected = layer.base_layer.dequantized_weight() + layer.get_delta_weight("default").float()
     if merge_first:
         model.merge_adapter()
+    layer.train()
     plain = model.merge_and_unload()
+    assert plain.lin0.training and not plain.lin1.training
     assert type(plain.lin0) is nn.Linear and plain.lin0.weight.dtype == torch.bfloat16
     assert torch.equal(plain.lin0.weight, expected.to(torch.bfloat16))
     assert torch.equal(plain.lin0.bias, base.lin0.bias)
@@ -281,7 +285,7 @@ def test_broken_adapter_is_not_merged():
     before = base_bytes(model)
     with pytest.raises(ValueError, match="NaNs detected in the merged weights"):
         model.merge_adapter(safe_merge=True)
-    assert base_bytes(model) == before
+    assert base_bytes(model) == before and not layer_of(model).is_merged
 
 
 @BASES

@@ -255,6 +255,17 @@ def test_switching_adapters_off(fp8: Any) -> None:
     torch.testing.assert_close(logits(model), on, **close)
 
 
+def test_a_fused_layer_drops_as_its_active_adapter_says() -> None:
+    model = peft_model(fp8=None)
+    model.add_adapter("other", register(config(lora_dropout=0.5), fp8=None))
+    randomized(model, "other", 2)
+    fuse(model)
+    for name in ("default", "other", "default", "other"):
+        model.set_adapter(name)
+        whole, dropped = logits(model), model.train()(input_ids=ids()).logits
+        assert torch.equal(dropped, whole) is (name == "default")
+
+
 @pytest.mark.filterwarnings("ignore:a microbatch runs eagerly:RuntimeWarning")
 @pytest.mark.parametrize("other", [{"r": 8, "lora_alpha": 8}, {"r": 8, "lora_alpha": 16}], ids=str)
 def test_another_adapter_of_another_rank(other: dict[str, Any]) -> None:

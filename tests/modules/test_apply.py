@@ -147,6 +147,20 @@ def test_a_failed_merge_leaves_no_layer_merged():
     assert not any(layer.merged for layer in lora_modules(m).values())
 
 
+def test_a_failed_merge_leaves_what_was_merged_before():
+    m = model()
+    apply_lora(m, LoRAConfig(target_modules=["q_proj"]))
+    first, second = lora_modules(m).values()
+    nn.init.normal_(first.lora_B)
+    first.merge()
+    held = bits(first)
+    second.lora_B.data.fill_(float("inf"))
+    with pytest.raises(ValueError, match="finite"):
+        merge_lora(m)
+    assert first.merged and not second.merged
+    assert all(torch.equal(v.float(), held[k].float()) for k, v in first.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("config", "error", "match"),
     [
@@ -235,6 +249,50 @@ def test_a_weight_that_is_tied_again_and_again_is_not_merged_into_the_other_modu
         assert torch.equal(m.embed.weight, before) and not torch.equal(m.lm_head.weight, before)
         unmerge_lora(m)
         assert torch.equal(m.embed.weight, before) and torch.equal(m.lm_head.weight, before)
+
+
+class Scaled(nn.Linear):
+    """A saved module with parameters of its own and a part that has some."""
+
+    def __init__(self, n):
+        super().__init__(n, n)
+        self.inner = nn.Linear(n, n)
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_originals_follow_a_model_that_changes_its_dtype(dtype):
+    """To another one and back, while they are hidden and while they are shown."""
+    m = nn.Sequential(nn.Linear(8, 8), Scaled(8))
+    x = torch.randn(3, 8)
+    first = bits(m)
+    apply_lora(m, LoRAConfig(target_modules=["0"], modules_to_save=["1"], bias="all", fp8=None))
+    with torch.no_grad():
+        for p in m.parameters():
+            if p.requires_grad:
+                p.add_(1)
+    trained = bits(m)
+
+    def shown(before):
+        return [
+            torch.equal(value, before[name].to(dtype).to(value.dtype))
+            for name, value in m.state_dict().items()
+            if name in first and name != "0.weight"
+        ]
+
+    for inside in (False, True, False):
+        if not inside:
+            m.to(dtype)
+        with disable_lora(m):
+            if inside:
+                m.float().to(dtype)
+            assert shown(first) == [True] * 5
+            assert m(x.to(dtype)).dtype == dtype
+        assert shown(trained) == [True] * 5
+        assert m(x.to(dtype)).dtype == dtype
+        m.float()
 
 
 @pytest.mark.parametrize("bias", ["lora_only", "all"])

@@ -109,6 +109,28 @@ def test_a_merged_layer_loads_nothing(kind: str, fp8: DelayedScaling | None) -> 
     assert torch.equal(layer.dequantized_weight(), base)
 
 
+@KINDS
+@RECIPES
+def test_what_is_loaded_after_an_unmerge_is_the_base_of_the_next_merge(
+    kind: str, fp8: DelayedScaling | None
+) -> None:
+    layer, _, _ = merged(kind, fp8)
+    for _ in range(2):
+        other = make(kind, fp8)
+        layer.unmerge()
+        layer.load_state_dict(other.state_dict())
+        base = other.base_weight()
+        assert torch.equal(layer.base_weight(), base)
+        for added in (0.25, -0.5):  # the second over the first
+            layer.put_merged(layer.base_weight() + added)
+            assert torch.equal(layer.base_weight(), base)
+            assert (
+                float((layer.dequantized_weight() - base).mean() / added) > 0.9
+            )  # e4m3's rounding
+    layer.unmerge()
+    assert torch.equal(layer.dequantized_weight(), base)
+
+
 @pytest.mark.parametrize("times", [1, 2], ids=["the first merge", "a second merge"])
 @RECIPES
 def test_a_merge_that_fails_leaves_the_weight_of_before(

@@ -19,6 +19,7 @@ from lorakernels import (
     LoRALinear,
     apply_lora,
 )
+from lorakernels.modules.dora import DoRALinear
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.numerics.fp8 import FP8_MAX, quantize_fp8
 from tests.fp8_states import small, tensors, two_layers
@@ -287,6 +288,27 @@ def test_a_standalone_layer_has_its_own_state():
     for _ in range(2):
         a(torch.randn(3, 16)).sum().backward()
     assert a.fp8_state.forward[-1] > 0 and b.fp8_state.forward[-1] == 0
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "after eval"])
+@pytest.mark.parametrize("use_dora", [None, False, True], ids=["frozen", "LoRA", "DoRA"])
+def test_a_layer_that_has_run_writes_where_it_was_moved_to(use_dora, training):
+    """Moved again and again, also by hand to another column."""
+    linear = torch.nn.Linear(16, 8)
+    if use_dora is None:
+        layer = FrozenFP8Linear.from_linear(linear)
+    else:
+        kind = DoRALinear if use_dora else LoRALinear
+        layer = kind.from_linear(linear, LoRAConfig(r=2, use_dora=use_dora))
+    state = FP8State(["a", "b", "c"], layer.fp8_state.recipe)
+    moves = (lambda: layer.move_state(state, "b"), lambda: setattr(layer, "column", 2))
+    for column, move in zip((1, 2), moves, strict=True):
+        layer.train(training)(torch.randn(3, 16)).sum()
+        move()
+        state.reset()
+        layer.train()(torch.randn(3, 16, requires_grad=True)).sum().backward()
+        for tensor in (state.forward, state.backward):
+            assert (tensor[0] > 0).tolist() == [i == column for i in range(3)]
 
 
 def test_quantize_saturates_and_keeps_nan():

@@ -147,6 +147,15 @@ def test_the_history_of_a_joint_dy_is_taken_by_a_joint_dy_only(fused):
     assert torch.equal(state.forward, saved.forward)
 
 
+def test_a_joint_dy_is_still_one_where_its_layer_is_moved_to():
+    layer = FrozenFP8Linear(16, 8)
+    layer.fp8_state.joint.add(layer.column)
+    for names in (["a"], ["a", "b", "layer"]):
+        state = FP8State(names, layer.fp8_state.recipe)
+        layer.move_state(state, "layer")
+        assert state.state_dict()["joint"] == ["layer"]
+
+
 def test_amaxes_of_microbatches_are_their_largest():
     """Whatever their order, up to the update."""
     config = LoRAConfig(r=2, fp8=DelayedScaling())
