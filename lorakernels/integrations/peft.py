@@ -31,6 +31,7 @@ from lorakernels.integrations._peft_layer import (
     is_plain_linear,
     lora_layers,
 )
+from lorakernels.modules.peft_mixtures import RENAMED
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_targets, quantized_with
 from lorakernels.modules.weights import check_plain
@@ -92,6 +93,7 @@ def register(
 
     By "all-linear" PEFT means layers of nn.Linear's class, which a base loaded in FP8 does not have. Given the `model`
     that the adapters are for, `register` names its linear layers instead: all but the output head, plain or in FP8.
+    Of a mixture it also names what PEFT takes for the stacked experts and the router.
 
     PEFT does not save the registration. To load, register on `LoraConfig.from_pretrained(path)` and pass it as
     `PeftModel.from_pretrained(model, path, config=config)`. `fp8=None` keeps the base as it is. Layers that are not a
@@ -106,7 +108,8 @@ def register(
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
     _check_fp8(fp8)
     if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
-        config.target_modules = _all_linear(model, fp8)
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        config.target_modules = _all_linear(model, fp8) | set(RENAMED.get(kind, ()))
     make = _Make(fp8)
     config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})
     return config

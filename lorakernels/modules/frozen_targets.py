@@ -9,6 +9,7 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
+from lorakernels.modules.owners import why_plain
 from lorakernels.modules.targets import check_class, counts_as_linear, quantized_with
 
 _ROUTER = re.compile(r"(^|_)(gate|router)$")  # for a path's last name; not for gate_proj
@@ -37,7 +38,9 @@ def frozen_targets(
     for path, module in model.named_modules():
         if not path or path in adapted or not counts_as_linear(module) or _is_frozen(module):
             continue
+        above, _, name = path.rpartition(".")
         reason = "head" if module is head else _why_it_stays(path, module, saved)
+        reason = reason or why_plain(model.get_submodule(above), name)
         if not reason and names[id(module.weight)] > 1:
             reason = "its weight is tied to another module's"
         if reason:

@@ -29,26 +29,11 @@ from torch import nn
 
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path, matching
 from lorakernels.modules.experts import expert_layers, match_experts
+from lorakernels.modules.owners import check_owner
 
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8
 _PEFT_HEADS = {"classifier", "score"}  # PEFT adds both for SEQ_CLS; a model has one of them
-# By model_type: linear layers whose owner reads their weight instead of calling them. An adapter would have no effect.
-# PEFT refuses out_proj and conv1d of the first five. transformers 5.23 reads the others, some only by CUDA kernels.
-_MIXER = frozenset(("out_proj", "conv1d"))
-_WEIGHT_IS_READ = {
-    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _MIXER),
-    **dict.fromkeys(("mamba", "falcon_mamba"), _MIXER | {"dt_proj", "x_proj"}),
-    **dict.fromkeys(("bamba", "granitemoehybrid", "zamba2"), _MIXER),
-    "jamba": frozenset(("dt_proj",)),
-    "wavlm": frozenset(("q_proj", "k_proj", "v_proj", "out_proj")),
-}
-# By model_type: linear layers whose owner casts their input to the weight's dtype. An FP8 base would get an FP8 input.
-_DTYPE_IS_READ = {
-    **dict.fromkeys(("t5", "mt5", "umt5", "longt5", "switch_transformers"), frozenset(("wo",))),
-    **dict.fromkeys(("pop2piano", "udop", "pix2struct", "kosmos-2.5"), frozenset(("wo",))),
-    **dict.fromkeys(("nllb-moe", "seamless_m4t", "seamless_m4t_v2"), frozenset(("fc2",))),
-}
 # Parameters and buffers of a linear layer that say how its weight is quantized
 _QUANTIZED = re.compile(r"scale|zero_point|absmax|qweight|qzeros|g_idx|packed|quant_")
 _HOOKS = {
@@ -64,7 +49,7 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
 
     Raises:
         ValueError: `target_modules` is None or matches nothing, or an owner reads a target's weight instead of calling
-            the target. Or, with FP8, an owner casts a target's input to its weight's dtype.
+            the target. Or, with FP8, an owner works in the dtype of a target's weight.
         TypeError: a target is not a linear layer that we can adapt, or has hooks or its own forward.
     """
     wanted = _wanted(model, config)
@@ -98,7 +83,7 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         module = model.get_submodule(path)
         check_class(path, module)
         _check_kept(path, module)
-        _check_owner(model, path, config)
+        check_owner(model, path, config.fp8 is not None)
     return found
 
 
@@ -337,31 +322,6 @@ def quantized_with(module: nn.Module) -> list[str]:
         return []
     named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
     return [name for name, _ in named if _QUANTIZED.search(name)]
-
-
-def _check_owner(model: nn.Module, path: str, config: LoRAConfig) -> None:
-    """Refuse, by model_type, a target whose owner does not call it, or casts its input to its weight's FP8 dtype."""
-    name = path.rpartition(".")[2]
-    for kind in _model_types(model, path):
-        if name in _WEIGHT_IS_READ.get(kind, ()):
-            raise ValueError(
-                f"target {path!r}: a model of type {kind!r} reads the weight of {name!r} instead of calling it, so an "
-                f"adapter there takes no part. Leave it out with exclude_modules={sorted(_WEIGHT_IS_READ[kind])!r}"
-            )
-        if config.fp8 is not None and name in _DTYPE_IS_READ.get(kind, ()):
-            raise ValueError(
-                f"target {path!r}: a model of type {kind!r} casts the input of {name!r} to its weight's dtype, which "
-                f"would be FP8. Leave it out with exclude_modules={sorted(_DTYPE_IS_READ[kind])!r}, or use fp8=None"
-            )
-
-
-def _model_types(model: nn.Module, path: str) -> set[str]:
-    """model_type of `model` and of every module above `path` that has a transformers config."""
-    above: list[nn.Module] = [model]
-    for name in path.split(".")[:-1]:
-        above.append(above[-1].get_submodule(name))
-    found = (getattr(getattr(module, "config", None), "model_type", None) for module in above)
-    return {kind for kind in found if isinstance(kind, str)}
 
 
 def is_fp8_linear(module: nn.Module) -> bool:

@@ -199,3 +199,18 @@ def test_peft_s_default_adapter_is_refused_with_what_to_do(family: str, tmp_path
     with pytest.raises(ValueError, match=message):
         export_model(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DeepseekV3", "Qwen2Moe"])
+def test_register_means_peft_s_all_linear(family: str) -> None:
+    """It names the layers of a model, of which PEFT would not know that they are all."""
+    from lorakernels.integrations.peft import register
+
+    model = made(family)
+    config = register(peft.LoraConfig(r=4, target_modules="all-linear"), fp8=None, model=model)
+    expected = peft_s(family, {"target_modules": "all-linear"})
+    assert (
+        peft.get_peft_model(model, config).get_nb_trainable_parameters()
+        == expected.get_nb_trainable_parameters()
+    )
