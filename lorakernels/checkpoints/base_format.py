@@ -90,7 +90,7 @@ def format_of(
     for where, quantization in declared:
         method = _method(quantization)
         if method != "fp8":
-            title = _TITLES.get(method, f"the format {method!r}")
+            title = _TITLES.get(method, f"the format {method!r}" if method else "an unnamed format")
             raise ValueError(_refusal(f"{where} says", title))
     _check_names(tensors)
     for name, info in tensors.items():
@@ -219,7 +219,7 @@ def _method(quantization: Mapping[str, Any]) -> str:
         return "bitsandbytes"
     if "quant_algo" in quantization or "producer" in quantization:
         return "modelopt"
-    return "compressed-tensors" if "config_groups" in quantization else "of no quant_method"
+    return "compressed-tensors" if "config_groups" in quantization else ""
 
 
 def _refusal(where: str, title: str) -> str:
