@@ -24,6 +24,7 @@ BLOCK = (128, 128)
 PLAIN = ("F64", "F32", "BF16", "F16")
 SCALES = (*PLAIN, "F8_E8M0", "U8")
 MODELOPT = "hf_quant_config.json"
+_SCALE = "_scale_inv"
 _KEYS = ("quantization_config", "compression_config")
 # What integer tensors of one dimension, and these of any, are in models: positions, indices, masks
 _INDICES = ("I64", "BOOL")
@@ -90,15 +91,17 @@ def format_of(
     for where, quantization in declared:
         method = _method(quantization)
         if method != "fp8":
-            title = _TITLES.get(method, f"the format {method!r}")
+            title = _TITLES.get(method, f"the format {method!r}" if method else "an unnamed format")
             raise ValueError(_refusal(f"{where} says", title))
+    asked = next((quantization for _, quantization in declared), None)
+    block = tuple((asked or {}).get("weight_block_size") or BLOCK)
     _check_names(tensors)
     for name, info in tensors.items():
         _check_tensor(name, info, tensors)
+        if name.endswith(_SCALE):
+            _check_scale(name, tensors, block)
     fp8 = any(info.dtype == E4M3 for info in tensors.values())
-    asked = next((quantization for _, quantization in declared), None)
-    block = (asked or {}).get("weight_block_size") or BLOCK
-    return BaseFormat(tuple(block), fp8, asked)
+    return BaseFormat(block, fp8, asked)
 
 
 def take_format(files: Source, config: Any) -> BaseFormat:
@@ -142,7 +145,7 @@ def _check_names(tensors: Mapping[str, TensorInfo]) -> None:
 
 def _check_tensor(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse a tensor that is neither plain, nor an index, nor a part of a weight in block FP8."""
-    if info.dtype in (*PLAIN, *_INDICES) or (info.dtype in SCALES and name.endswith("_scale_inv")):
+    if info.dtype in (*PLAIN, *_INDICES) or (info.dtype in SCALES and name.endswith(_SCALE)):
         return
     if info.dtype == E4M3:
         if f"{name}_scale_inv" not in tensors:
@@ -153,6 +156,23 @@ def _check_tensor(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]
         return
     what = "MXFP4" if re.search(_MXFP4, name) else f"a quantized format with {info.dtype}"
     raise ValueError(_refusal(f"{name} in {info.shard} shows", what))
+
+
+def _check_scale(name: str, tensors: Mapping[str, TensorInfo], block: tuple[int, ...]) -> None:
+    """Refuse a scale that does not belong to an e4m3 weight, or has another shape than its blocks."""
+    weight, scale = tensors.get(name.removesuffix(_SCALE)), tensors[name]
+    if weight is None:
+        raise ValueError(f"scales without a weight: {name}")
+    if weight.dtype != E4M3:
+        raise ValueError(
+            f"{name.removesuffix(_SCALE)} is {weight.dtype} with {name}: only e4m3 weights have one"
+        )
+    blocks = (-(-n // b) for n, b in zip(weight.shape[-2:], block, strict=False))
+    expected = (*weight.shape[:-2], *blocks)
+    if math.prod(scale.shape) != 1 and scale.shape != expected:
+        raise ValueError(
+            f"{name} must be {expected} for {weight.shape} in blocks of {block}, found {scale.shape}"
+        )
 
 
 def of_input(name: str, tensors: Collection[str]) -> bool:
@@ -175,9 +195,12 @@ def _declared(config: Any, folder: Path | None) -> Iterator[tuple[str, dict[str,
     for where, whole in _configs(config, folder).items():
         for part, key in itertools.product(_parts(whole), _KEYS):
             if asked := part.get(key):
+                if not isinstance(asked, dict) and not hasattr(asked, "to_dict"):
+                    raise ValueError(f"{key} of {where} must be an object, found {asked!r}")
                 yield f"{key} of {where}", asked if isinstance(asked, dict) else asked.to_dict()
     if folder is not None and (path := folder / MODELOPT).is_file():
-        quantization = _json(path).get("quantization") or {}
+        content = _json(path)
+        quantization = content.get("quantization") or content
         if quantization.get("quant_algo"):  # without it, the key-value cache alone may be in FP8
             yield str(path), {"quant_method": "modelopt"}
 
@@ -219,7 +242,7 @@ def _method(quantization: Mapping[str, Any]) -> str:
         return "bitsandbytes"
     if "quant_algo" in quantization or "producer" in quantization:
         return "modelopt"
-    return "compressed-tensors" if "config_groups" in quantization else "of no quant_method"
+    return "compressed-tensors" if "config_groups" in quantization else ""
 
 
 def _refusal(where: str, title: str) -> str:

@@ -29,7 +29,7 @@ from lorakernels.checkpoints.file_names import Renamed, check_places, names_in_m
 from lorakernels.checkpoints.files import copy_files, write_config
 from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory, Source
-from lorakernels.checkpoints.skeleton import config_of
+from lorakernels.checkpoints.skeleton import causal_lm, config_of
 from lorakernels.checkpoints.writer import (
     DTYPES,
     ShardWriter,
@@ -136,12 +136,11 @@ class _Opened(NamedTuple):
 
 def _opened(base: Path) -> _Opened:
     """Read configs and headers, and refuse what is not read here."""
-    import transformers
-
     files, config = Directory(base), config_of(base, None)
     block = take_format(files, config).block
+    make = causal_lm(config, "merge_and_unload merges the adapter into a model in memory")
     with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config).eval()
+        skeleton = make.from_config(config).eval()
     renamed = Renamed(files, names_in_model(skeleton, files.tensors))
     modules = dict(skeleton.named_modules())
     # What belongs to none of them is copied

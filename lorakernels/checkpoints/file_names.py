@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakernels.checkpoints.base_format import of_input
-from lorakernels.checkpoints.shards import Read, Source, TensorInfo
+from lorakernels.checkpoints.shards import Read, Source
 
 _SCALE = "_scale_inv"
 # Old checkpoints store these tensors for each layer. Models compute them.
@@ -172,6 +172,7 @@ class Renamed:
 
     Attributes:
         original: {name shown: name in `source`}.
+        tensors: by the names shown.
 
     Raises:
         ValueError: two tensors have one name.
@@ -179,6 +180,7 @@ class Renamed:
 
     def __init__(self, source: Source, names: Mapping[str, str]) -> None:
         self._source, self.original = source, self.check(names)
+        self.tensors = {shown: source.tensors[name] for shown, name in self.original.items()}
 
     @staticmethod
     def check(names: Mapping[str, str]) -> dict[str, str]:
@@ -194,10 +196,6 @@ class Renamed:
                     f"{other} and {name} of the checkpoint are both {shown} of the model: remove one of them"
                 )
         return original
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {shown: self._source.tensors[name] for shown, name in self.original.items()}
 
     def mapped_bytes(self, shard: str) -> int:
         return self._source.mapped_bytes(shard)

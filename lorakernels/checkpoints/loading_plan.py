@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.checkpoints.base_format import E4M3, SCALES, of_input
+from lorakernels.checkpoints.base_format import of_input
 from lorakernels.checkpoints.file_names import left_out
 from lorakernels.checkpoints.shards import TensorInfo
 from lorakernels.config import LoRAConfig
@@ -63,7 +63,6 @@ class Plan:
         )
         self.left_out += [k for k in self.scales if k.removesuffix("_scale_inv") in self.left_out]
         self.scales -= {*self.left_out}
-        self._check_fp8(found)
         self._check_shapes(model)
         self.elsewhere: list[str] = []
         self.parts: dict[str, tuple[slice, ...]] = {}
@@ -137,28 +136,6 @@ class Plan:
                 f"the checkpoint does not fit {type(model).__name__}: {' and '.join(parts)}"
             )
         return take
-
-    def _check_fp8(self, found: dict[str, TensorInfo]) -> None:
-        for name, info in self.take.items():
-            scale = found.get(f"{name}_scale_inv")
-            if (info.dtype == E4M3) != (scale is not None):
-                raise ValueError(
-                    f"{name} is {info.dtype} with{'' if scale else 'out'} {name}_scale_inv: only e4m3 weights have one"
-                )
-            if scale is None:
-                continue
-            expected = tuple(-(-n // b) for n, b in zip(info.shape, self.block, strict=False))
-            if math.prod(scale.shape) != 1 and scale.shape != expected:
-                raise ValueError(
-                    f"{name}_scale_inv must be {expected} for {info.shape} in blocks of {self.block}, "
-                    f"found {scale.shape}"
-                )
-            if scale.dtype not in SCALES:
-                raise ValueError(
-                    f"{name}_scale_inv must be one of {', '.join(SCALES)}, found {scale.dtype}"
-                )
-        if stray := sorted(k for k in self.scales if k.removesuffix("_scale_inv") not in self.take):
-            raise ValueError(f"scales without a weight: {', '.join(stray[:5])}")
 
     def _check_shapes(self, model: nn.Module) -> None:
         for name, info in self.take.items():

@@ -46,10 +46,12 @@ class _LargeOnMeta(TorchFunctionMode):
 
 
 def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | None) -> Any:
-    """The model in eval mode, its linear layers and embeddings on the meta device."""
-    import transformers
+    """The model in eval mode, its linear layers and embeddings on the meta device.
 
-    make = model_class or transformers.AutoModelForCausalLM
+    Raises:
+        ValueError: transformers knows no causal LM of `config`, and there is no `model_class`.
+    """
+    make = model_class or causal_lm(config, "give load_quantized a model_class")
     build = make.from_config if hasattr(make, "from_config") else make._from_config
     random = torch.get_rng_state()
     asked = {} if attention is None else {"attn_implementation": attention}
@@ -58,6 +60,22 @@ def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | No
     torch.set_rng_state(random)
     _keep_in_fp32(model, dtype)
     return model.eval()
+
+
+def causal_lm(config: Any, cure: str) -> Any:
+    """transformers' AutoModelForCausalLM.
+
+    Raises:
+        ValueError: it has no model for `config`; the message says `cure`.
+    """
+    import transformers
+
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"transformers has no causal LM of a {type(config).__name__} (model_type {config.model_type!r}), as of "
+            f"some models with towers: {cure}"
+        )
+    return transformers.AutoModelForCausalLM
 
 
 def _keep_in_fp32(model: Any, dtype: torch.dtype) -> None:

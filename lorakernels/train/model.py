@@ -175,9 +175,13 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(directory, **local)
         attention = attention_of(config)
-        if files.fp8 and (loaded := _dequantized(directory, dtype, device, attention, say)):
-            return loaded
-        files.declare(config)
+        why_not = ""
+        if files.fp8:
+            loaded = _dequantized(directory, dtype, device, attention, say)
+            if isinstance(loaded, nn.Module):
+                return loaded
+            why_not = loaded
+        _declare(files, config, why_not)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -208,14 +212,22 @@ def load_model(
     return placed
 
 
+def _declare(files: BaseFiles, config: Any, why_not: str) -> None:
+    """Let transformers dequantize, after it was refused tensor by tensor."""
+    try:
+        files.declare(config)
+    except ValueError as error:
+        raise ModelError(f"{why_not}; nor can transformers dequantize it: {error}") from error
+
+
 def _dequantized(
     directory: Path,
     dtype: torch.dtype,
     device: torch.device,
     attention: str,
     say: Callable[[str], None] | None,
-) -> nn.Module | None:
-    """A base in block FP8 in ``dtype``, tensor by tensor; None if that is refused before a value is read.
+) -> nn.Module | str:
+    """A base in block FP8 in ``dtype``, tensor by tensor; why not, if that is refused before a value is read.
 
     Raises:
         ModelError: a value cannot be used.
@@ -235,7 +247,7 @@ def _dequantized(
             raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
         if say is not None:
             say(f"dequantized by transformers instead of tensor by tensor: {error}")
-        return None
+        return str(error)
     if loaded.left_out and say is not None:
         say(not_read(loaded.left_out))
     loaded.model.config.use_cache = False

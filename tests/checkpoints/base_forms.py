@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -39,6 +40,7 @@ class Stored(NamedTuple):
     nested: bool = False
 
 
+@functools.cache
 def plain_tensors() -> dict[str, Tensor]:
     """The model's values. e4m3 and a scale of 1/64, or of powers of two for the blocks, hold them exactly."""
     torch.manual_seed(3)
@@ -240,6 +242,26 @@ REFUSED = {
     "e4m3 without scales, called FP8": (
         Stored(lambda w: {"weight": e4m3(w)}, IN_BLOCKS),
         "FP8 without scales",
+    ),
+    "a scale of each row": (
+        Stored(lambda w: {"weight": e4m3(w), "weight_scale_inv": torch.full((len(w), 1), 1 / 64)}),
+        r"weight_scale_inv must be \(\d, \d\) for",
+    ),
+    "blocks of another size": (
+        Stored(in_blocks, fp8(weight_block_size=[64, 64])),
+        r"must be \(1, 3\) for \(32, 144\) in blocks of \(64, 64\), found \(1, 2\)",
+    ),
+    "bf16 with a scale of FP8": (
+        Stored(lambda w: {"weight": w.bfloat16(), "weight_scale_inv": SCALE}),
+        "is BF16 with .*weight_scale_inv: only e4m3 weights have one",
+    ),
+    "scales of integers": (
+        Stored(lambda w: {"weight": e4m3(w), "weight_scale_inv": bytes_of(1, 1, dtype=I32)}),
+        "I32",
+    ),
+    "a scale without a weight": (
+        Stored(lambda w: {"weight": w.bfloat16(), "other_scale_inv": SCALE}),
+        "scales without a weight",
     ),
     "e5m2": (Stored(lambda w: {"weight": w.to(torch.float8_e5m2)}), "F8_E5M2"),
     "integers": (Stored(lambda w: {"weight": w.to(torch.int8)}), "I8"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +58,9 @@ def by_quantizer(base: Path, adapter: Path) -> nn.Module:
     return AUTO.from_pretrained(base, dtype=torch.bfloat16, quantization_config=LoRAKernelsConfig())
 
 
-def by_export(base: Path, adapter: Path, format: str = "bf16") -> nn.Module:
-    merged = base.parent / f"merged-{format}"
-    export_model(base, adapter, merged, format=format)
+def by_export(base: Path, adapter: Path) -> nn.Module:
+    merged = base.parent / "merged"
+    export_model(base, adapter, merged)
     return AUTO.from_pretrained(merged, dtype=torch.bfloat16)
 
 
@@ -70,7 +69,6 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
     "transformers": by_transformers,
     "quantizer": by_quantizer,
     "export": by_export,
-    "export, fp8": functools.partial(by_export, format="fp8"),
 }
 
 
@@ -118,7 +116,7 @@ def test_what_is_not_read_is_refused_by_name_in_all_ways(form, way, tmp_path, ad
     base = write_form(tmp_path / "base", stored)
     with pytest.raises((ValueError, ModelError, TypeError), match=named):
         WAYS[way](base, adapter)
-    assert not (tmp_path / "merged-bf16").exists() and not (tmp_path / "merged-fp8").exists()
+    assert not (tmp_path / "merged").exists()
     if form != "bf16 with a scale":  # the one that headers alone do not show
         with pytest.raises(ModelError, match=named):
             check_directory(base)

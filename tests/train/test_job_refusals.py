@@ -84,9 +84,23 @@ def hidden_adapter(model: Path) -> str:
     return "holds an adapter (adapter_config.json)"
 
 
+def modelopt_s_file(model: Path) -> str:
+    """e4m3 weights beside scales that transformers would drop without a word."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        tensors[f"{name}_scale"] = tensors[name].abs().amax() / 448
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale"]).to(torch.float8_e4m3fn)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    says = {"quantization": {"quant_algo": "FP8"}}
+    (model / "hf_quant_config.json").write_text(json.dumps(says))
+    return "hf_quant_config.json says that the base's weights are in ModelOpt's format"
+
+
 BREAKAGES: list[Callable[[Path], str]] = [
     remove_tokenizer, remove_config, break_config, truncate_weights, only_a_pickle, missing_shard, missing_tensor,
-    small_vocabulary, hidden_adapter,
+    small_vocabulary, hidden_adapter, modelopt_s_file,
 ]  # fmt: skip
 
 
