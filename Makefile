@@ -11,7 +11,7 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test test-long test-gpu bench check-gpu sanitize docs wheels lint format clean
+.PHONY: demo test test-long test-sums test-gpu bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
 
 $(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
@@ -34,11 +34,22 @@ LONG := tests/build/test_packaging.py tests/kernels/test_other_gpus.py tests/tra
 	tests/distributed/test_pipeline_context.py tests/train/test_pipeline_context_ranks.py \
 	tests/distributed/test_pipeline_peers.py tests/distributed/test_sharded_base.py
 
+# What compares values that were trained in two ways, with sums in two orders. It must not depend on this CPU's order:
+# here are those of the oldest kernels of ATen, MKL and oneDNN, in two threads, and orders that depend on sizes.
+SUMS := tests/train/test_ranks.py tests/train/test_pipeline_ranks.py tests/modules/test_batch.py \
+	tests/modules/test_stacked_experts.py
+OLDEST := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
+OF_SIZES := OTHER_SUMS=1 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 OMP_NUM_THREADS=1
+
 test: $(BUILT)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG:%=--ignore %) $(ARGS)
 
 test-long: $(BUILT)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG) $(ARGS)
+
+test-sums: $(BUILT)
+	$(OLDEST) $(BIN)/python -m pytest $(SPREAD) $(SUMS) $(ARGS)
+	$(OF_SIZES) $(BIN)/python -m pytest $(SPREAD) $(SUMS) $(ARGS)
 
 bench: $(BUILT)
 	$(BIN)/lorakernels bench $(BENCH) --output $(OUT) $(ARGS)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import tests.other_sums  # noqa: F401
 from tests.poison import AVAILABLE, poisoned_memory
 
 HAS_CUDA = torch.cuda.is_available()

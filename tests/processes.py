@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import tests.other_sums  # noqa: F401
+
 SHARED = {  # what torch's symmetric memory needs between processes on one GPU
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",

@@ -21,6 +21,7 @@ from lorakernels.parallel.row_exchange import CollectiveRows
 from lorakernels.plans.routing import OVER_RANKS
 from lorakernels.values import Dropout
 from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make
+from tests.fusion.fused_models import FP32, difference
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
@@ -76,7 +77,11 @@ def stored(model: nn.Module) -> dict[str, Tensor]:
 
 
 def worker(rank: int, device: torch.device, world: int) -> list[str]:
-    """What is not the whole model's. s has the mask in it; the first layer's q, k, v and o have no sum before them."""
+    """What is not the whole model's. s has the mask in it.
+
+    The first layer's q, k, v have no product before them. Products of fewer rows or columns may have another order of
+    sums: that of fp32 for s, and for o's x8 roundings to e4m3 that turn, by 2^-3 of an element.
+    """
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("tp",))["tp"]
     wrong = []
     for sequence in (False, True):
@@ -95,9 +100,10 @@ def worker(rank: int, device: torch.device, world: int) -> list[str]:
         (x8, s), (own8, own_s) = theirs[0], ours[0]
         assert s is not None and own_s is not None and s.abs().sum() > 0
         wrong += [] if x8.equal(own8) else [f"x8 of q, k, v, {sequence}"]
-        wrong += [] if s.equal(own_s) else [f"s of q, k, v, {sequence}"]
-        x8, own8 = theirs[1][0], ours[1][0]
-        wrong += [] if x8.chunk(world, 1)[rank].equal(own8) else [f"x8 of o, {sequence}"]
+        wrong += [] if difference(own_s, s) <= FP32 else [f"s of q, k, v, {sequence}"]
+        x8, own8 = (x.view(torch.float8_e4m3fn).float() for x in (theirs[1][0], ours[1][0]))
+        o = difference(own8, x8.chunk(world, 1)[rank])
+        wrong += [] if o <= 2.0**-3 else [f"x8 of o, {sequence}"]
         parts = stored(model)
         for name, weight in stored(whole).items():
             dim = int(parts[name].shape[0] == weight.shape[0])

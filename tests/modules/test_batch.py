@@ -13,13 +13,15 @@ from torch import nn
 import lorakernels
 from lorakernels import AdapterBatch, BlockScaling, DelayedScaling, LoRAConfig, LoRALinear
 from lorakernels.modules.batch import FACTORS
+from tests.fusion.fused_models import FP32, difference
 from tests.modules.batched_models import (
     NAMES,
     RECIPES,
     adapted,
     alone,
     batched,
-    differing,
+    bound,
+    far,
     rows,
     tiny_llama,
 )
@@ -27,12 +29,8 @@ from tests.modules.batched_models import (
 
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bits_are_those_of_each_alone(recipe: str, fused: bool) -> None:
-    """Under BlockScaling each row has scales of its own, so that other adapters' rows do not change them.
-
-    Fused, q, k and v of a batch multiply dy by one B with zeros between them, and one adapter alone by the B of each.
-    Some CPUs then add in another order, and an ulp of dx may turn FP8's rounding of one element, by 2⁻³ of it.
-    """
+def test_values_are_those_of_each_alone(recipe: str, fused: bool) -> None:
+    """Under BlockScaling each row has scales of its own, so that other adapters' rows do not change them."""
     model, batch = batched(*RECIPES[recipe])
     singles = {name: alone(model, batch, name) for name in NAMES}
     if fused:
@@ -46,15 +44,12 @@ def test_bits_are_those_of_each_alone(recipe: str, fused: bool) -> None:
     for i, (name, single) in enumerate(singles.items()):
         own = single(input_ids=ids[i : i + 1]).logits
         own.backward(dout[i : i + 1])
-        assert torch.equal(out[i : i + 1], own)
-        assert fused or differing(model, batch, single, name) == []
-        for key, given in batch.parameters(name).items():
-            wanted = single.get_parameter(key).grad
-            assert (given.grad - wanted).norm() <= 2.0**-8 * wanted.norm(), key
+        assert difference(out[i : i + 1], own) <= bound(recipe)
+        assert far(model, batch, single, name) <= bound(recipe)
 
 
 def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
-    """Rows that are alike have that amax alone, too: then the bits are equal."""
+    """Rows that are alike have that amax alone, too, and then the same bytes."""
     config = LoRAConfig(r=4, fp8=DelayedScaling())
     layer = LoRALinear(64, 48, config=config)
     model = nn.Sequential(layer)
@@ -70,12 +65,13 @@ def test_an_fp8_base_sees_one_scale_for_all_rows() -> None:
         own = x.clone().requires_grad_()
         found = single(own)
         found.backward(dy)
-        assert torch.equal(y[8 * i : 8 * i + 8], found)
-        assert torch.equal(whole.grad[8 * i : 8 * i + 8], own.grad)
-        assert differing(model, batch, single, name) == []
+        assert difference(y[8 * i : 8 * i + 8], found) <= 2 * FP32
+        assert difference(whole.grad[8 * i : 8 * i + 8], own.grad) <= 2 * FP32
+        assert far(model, batch, single, name) <= 2 * FP32
 
 
 def test_each_trains_at_its_own_rate_as_alone() -> None:
+    """Gradients have other orders of sums. By the same ones, AdamW's steps are the same to the bit."""
     model, batch = batched()
     rates = {"fr": {"lr": 1e-2}, "de": {"lr": 3e-3, "weight_decay": 0.1}}
     singles = {name: alone(model, batch, name) for name in NAMES}
@@ -92,11 +88,14 @@ def test_each_trains_at_its_own_rate_as_alone() -> None:
         optimizer.zero_grad()
         logits = model(input_ids=ids).logits
         logits.square().sum().backward()
-        optimizer.step()
         for i, (name, single) in enumerate(singles.items()):
             others[name].zero_grad()
             single(input_ids=ids[i : i + 1]).logits.square().sum().backward()
+            assert far(model, batch, single, name) <= 2 * FP32
+            for key, value in batch.parameters(name).items():
+                single.get_parameter(key).grad = value.grad.clone()
             others[name].step()
+        optimizer.step()
     for name, single in singles.items():
         for key, value in batch.parameters(name).items():
             assert torch.equal(value, single.get_parameter(key)), (name, key)

@@ -15,8 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 import lorakernels
 from lorakernels import AdapterBatch, DelayedScaling, LoRAConfig, LoRALinear
+from tests.fusion.fused_models import difference
 from tests.graphs.fake import FakeBackend
-from tests.modules.batched_models import NAMES, RECIPES, adapted, alone, batched, rows, tiny_llama
+from tests.modules.batched_models import (
+    NAMES,
+    RECIPES,
+    adapted,
+    alone,
+    batched,
+    bound,
+    rows,
+    tiny_llama,
+)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
@@ -43,7 +53,7 @@ def test_sequences_in_any_order_have_their_adapters(recipe: str, fused: bool) ->
         else:
             own = singles[name](input_ids=ids[i : i + 1]).logits
             own.backward(dout[i : i + 1])
-        assert torch.equal(out[i : i + 1], own)
+        assert difference(out[i : i + 1], own) <= bound(recipe)
     for name in NAMES:
         for key, value in batch.parameters(name).items():
             expected = singles[name].get_parameter(key).grad
@@ -51,9 +61,7 @@ def test_sequences_in_any_order_have_their_adapters(recipe: str, fused: bool) ->
             if expected is None:
                 assert name == "it" and value.grad.count_nonzero() == 0
             else:
-                torch.testing.assert_close(
-                    value.grad, expected
-                )  # two sums, added in one order or the other
+                assert difference(value.grad, expected) <= bound(recipe)
     with (
         batch.rows(["fr"]),
         pytest.raises(ValueError, match="exclude each other"),

@@ -19,6 +19,7 @@ from lorakernels.config import MMParams  # noqa: E402
 from lorakernels.loops.parts import why_no_graphs  # noqa: E402
 from lorakernels.modules.experts import LoRAExperts  # noqa: E402
 from lorakernels.modules.lora import LoRALinear  # noqa: E402
+from tests.fusion.fused_models import difference  # noqa: E402
 from tests.modules.test_experts import BOTH  # noqa: E402
 
 gpu = pytest.mark.gpu
@@ -112,8 +113,12 @@ def prepared(mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "down alone"])
-def test_a_stack_is_its_layers_to_the_bit(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The references of both ways round at the same places, and each expert has its own scales in both."""
+def test_a_stack_is_its_layers(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The references of both ways round at the same places, and each expert has its own scales in both.
+
+    Where products of a stack add in another order, few roundings turn: to bf16, by 2^-7 of an element, and to FP8, by
+    2^-3. A token's two experts are summed in either order, one in the weights' dtype, of 2^-7 of themselves again.
+    """
     found = []
     for choose in (one_by_one, as_a_stack):
         choose(monkeypatch)
@@ -121,10 +126,9 @@ def test_a_stack_is_its_layers_to_the_bit(mode: str, monkeypatch: pytest.MonkeyP
         found.append((steps(model), model.state.forward.clone(), model.state.backward.clone()))
     (each, *states), (stack, *stacked_states) = found
     for a, b in zip(each, stack, strict=True):
-        # both sum a token's two experts, one in the weights' dtype
-        assert torch.allclose(a[0], b[0], rtol=2**-7, atol=1e-6)
-        assert all(torch.equal(x, y) for x, y in zip(a[3:], b[3:], strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(states, stacked_states, strict=True))
+        assert max(map(difference, b, a)) <= 2.0**-6
+    for a, b in zip(states, stacked_states, strict=True):
+        torch.testing.assert_close(b, a, rtol=2.0**-7, atol=0)
 
 
 def test_the_weights_move_together_once_and_stay_the_layers_own(
