@@ -63,7 +63,7 @@ def from_peft_dict(data: dict[str, Any], *, fp8: Recipe | None) -> LoRAConfig:
         if value is None and key not in _MAY_BE_NULL:
             raise ValueError(f"{key} must be set, got null")
     task, saved = data.get("task_type"), fields.get("modules_to_save") or ()
-    heads = HEADS.get(task, ())
+    heads = HEADS.get(task or "", ())
     if task in TASK_TYPES and (not heads or any(name.endswith(heads) for name in saved)):
         fields["task_type"] = task  # of a file without a trained head it would train one
     fields["init_lora_weights"] = _init(fields.get("init_lora_weights", True))
