@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
 
+import sys
+from typing import NoReturn
+
 import lorakernels.installed  # noqa: F401  (first: a source tree without graphs and _C ends here)
 from lorakernels.autograd import (
     bias_dropout_add,
@@ -52,6 +55,20 @@ from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_s
 from lorakernels.values import LogitChange
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say the right name for one that differs in its capitals, as PEFT's LoraConfig does."""
+    meant = next((known for known in __all__ if known.casefold() == name.casefold()), None)
+    text = f"module {__name__!r} has no attribute {name!r}"
+    if meant is not None:
+        text += f": here it is {meant}"
+    if name == "LoraConfig":
+        text += ". apply_lora takes a peft.LoraConfig, too"
+    # `from lorakernels import ...` asks from here, and would drop the text of an AttributeError
+    importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+    raise (ImportError if importing and meant is not None else AttributeError)(text)
+
 
 __all__ = [
     "AdapterBatch",

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from lorakernels.peft_config import NotPeft, checked_task_type, lora_fields
+
 ALL_LINEAR = "all-linear"
 Names = str | tuple[str, ...] | None
 # Fields of Transformer Engine's DelayedScaling that ours lacks, each with the only value that ours can follow.
@@ -219,12 +221,12 @@ Recipe = DelayedScaling | BlockScaling
 
 
 @dataclass(frozen=True)
-class LoRAConfig:
+class LoRAConfig(NotPeft):
     """One adapter over a frozen base: PEFT's fields with PEFT's meaning, plus one of our own.
 
     `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
     `fp8=None` keeps the base weight in its own dtype. "olora", "pissa" and "pissa_niter_N" start from the base weight
-    and change it, as in PEFT: `lorakernels.modules.initial` has the formulas.
+    and change it, as in PEFT: `lorakernels.modules.initial` has the formulas. `task_type` goes into the adapter's file.
 
     Raises:
         TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.
@@ -246,6 +248,7 @@ class LoRAConfig:
     bias: Literal["none", "all", "lora_only"] = "none"
     init_lora_weights: bool | str = True
     fp8: Recipe | None = field(default_factory=DelayedScaling)
+    task_type: str | None = None
 
     def __post_init__(self) -> None:
         where = "LoRAConfig"
@@ -289,6 +292,17 @@ class LoRAConfig:
                 "LoRAConfig.fp8 must be a DelayedScaling, a BlockScaling or None (the base stays as it is), "
                 f"got {self.fp8!r}"
             )
+        self._set("task_type", checked_task_type(self.task_type))
+
+    @classmethod
+    def from_peft(cls, config: Any, **more: Any) -> LoRAConfig:
+        """The same adapter from a `peft.LoraConfig`, read by its attributes. `more` is `fp8`, which PEFT's lacks.
+
+        Raises:
+            TypeError: `config` is of another kind.
+            ValueError: a field that ours lacks, such as lora_bias, is not at its default.
+        """
+        return cls(**lora_fields(config), **more)
 
     @property
     def changes_base(self) -> bool:

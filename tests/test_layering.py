@@ -15,6 +15,7 @@ import lorakernels
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
+    ("peft_config",),
     ("_C", "config", "graphs", "installed", "values"),
     ("device",),
     ("numerics",),

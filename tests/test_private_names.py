@@ -50,6 +50,7 @@ OTHERS = {
     "_data": TE,
     "_scale_inv": TE,
     "_fp8_dtype": TE,
+    "_getframe": "sys has no public name for it",
     "_exit": "os has no public name for it",
     "_enable_peft_forward_hooks": "PEFT has no public name for what it does around a call",
     "_register_custom_module": "PEFT's documented hook for custom layers",

@@ -54,6 +54,7 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
         targets = _target_rules(model, plain, replace(first, modules_to_save=saved))
     biases = [layer.config.bias for layer in layers.values()]
     dropouts = [layer.lora_dropout for layer in layers.values()]
+    tasks = [task for layer in layers.values() if (task := layer.config.task_type) is not None]
     return {
         **{name: getattr(targets, name) for name in _TARGET_FIELDS},
         "target_parameters": list(parameters) or None,
@@ -61,6 +62,7 @@ def describe(model: nn.Module, layers: Mapping[str, LoRALinear]) -> dict[str, An
         "modules_to_save": saved,
         "bias": _one_for_all("bias", biases, bias_mode(layers.values())),
         "lora_dropout": _one_for_all("lora_dropout", dropouts, mode(dropouts)),
+        "task_type": _one_for_all("task_type", tasks, mode(tasks)) if tasks else None,
         "init_lora_weights": True if first.changes_base else first.init_lora_weights,
     }
 

@@ -42,7 +42,6 @@ from lorakernels.checkpoints.initial_adapters import (
     widen,
 )
 from lorakernels.checkpoints.peft_format import (
-    TASK_TYPES,
     WEIGHTS_NAME,
     read_config,
     read_weights,
@@ -60,6 +59,7 @@ from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
 from lorakernels.parallel import ContextParallel, PipelineParallel, comm
 from lorakernels.parallel.tensor_whole import Place, check_alike, group_of, places
+from lorakernels.peft_config import TASK_TYPES
 
 
 def save_adapter(
@@ -77,9 +77,9 @@ def save_adapter(
     `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files are
     those of one process.
 
-    Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, a
-    causal LM of transformers gets "CAUSAL_LM". After "olora" and "pissa" the file has twice the rank and fits the
-    unchanged base (initial_adapters.py).
+    Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, it is
+    the config's, or else "CAUSAL_LM" for a causal LM of transformers. After "olora" and "pissa" the file has twice the
+    rank and fits the unchanged base (initial_adapters.py).
 
     After `resize_token_embeddings` the file also has the embedding and the head, as PEFT's, and a warning says so. The
     base's vocabulary is looked up in its config.json, in a directory or the Hub's cache.
@@ -119,10 +119,11 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
     for stack in stacks_of(model):
         stack.join(tensors)
     kind = type(model)
+    of_layers = rules.pop("task_type")
     config = to_peft_dict(
         next(iter(layers.values())).config,
         base_model_name_or_path=base,
-        task_type=task_type or _task_type(model),
+        task_type=task_type or of_layers or _task_type(model),
         auto_mapping={"base_model_class": kind.__name__, "parent_library": kind.__module__},
         **rules,
     )

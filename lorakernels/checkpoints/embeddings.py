@@ -58,7 +58,8 @@ def take_embeddings(
 ) -> dict[str, Tensor]:
     """{parameter's path in `model`: value} of its embeddings, taken out of `tensors`.
 
-    What a file has by the keys of `expected` was trained, and stays there. A tied weight has both paths.
+    What a file has by the keys of `expected` was trained, and stays there. A tied weight has both paths. Warns if a
+    file lacks one of the two of a resized vocabulary.
     """
     found: dict[str, Tensor] = {}
     modules = embeddings(model)
@@ -69,9 +70,15 @@ def take_embeddings(
                     found[f"{path}.{name}"] = tensors.pop(key)
     weights = [f"{path}.weight" for path in modules]
     given = [path for path in weights if path in found]
-    if len(given) == 1 and is_tied(model):
-        others = (path for path in weights if f"{PREFIX}{path}" not in expected)
+    others = [p for p in weights if p not in given and f"{PREFIX}{p}" not in expected]
+    if given and others and is_tied(model):
         found |= dict.fromkeys(others, found[given[0]])
+    elif given and others and _resized_from(model, None) is not None:
+        warnings.warn(
+            f"the file has {given[0]} of a resized vocabulary and no {others[0]}, which PEFT 0.21 leaves out if the "
+            "head has an adapter: its new rows stay this model's own",
+            stacklevel=4,
+        )
     return found
 
 
@@ -167,10 +174,8 @@ def resized_embeddings(
     Raises:
         ValueError: the values are not on this rank, or not those of the base.
     """
-    size = _text_config(getattr(model, "config", None))
-    was = _vocabulary_of(model, base)
-    now = getattr(size, "vocab_size", None)
-    if was is None or now is None or was == now:
+    was = _resized_from(model, base)
+    if was is None:
         return {}
     found: dict[str, Tensor] = {}
     modules = embeddings(model)
@@ -184,8 +189,8 @@ def resized_embeddings(
                     found[key] = _of_base(weights[0], modules[weights[0]], name)  # not rounded
     if found:
         warnings.warn(
-            f"the vocabulary has {now} tokens, that of {base} has {was}: the file holds the embedding and the head as "
-            "well. To load it, resize the base first",
+            f"the vocabulary has another size than that of {base}, {was}: the file holds the embedding and the head "
+            "as well. To load it, resize the base first",
             stacklevel=4,
         )
     return found
@@ -222,8 +227,8 @@ def _is_fp8(module: nn.Module) -> bool:
     return isinstance(module, FrozenFP8Linear) and module.holds_fp8
 
 
-def _vocabulary_of(model: nn.Module, base: str | None) -> int | None:
-    """The vocabulary that the base has in its own config.json; None where that is not found here."""
+def _resized_from(model: nn.Module, base: str | None) -> int | None:
+    """The vocabulary in the base's own config.json, if that is found here and is not the model's."""
     config: Any = getattr(model, "config", None)
     name = getattr(model, "name_or_path", None) or base
     if not name or not hasattr(type(config), "from_pretrained"):
@@ -232,9 +237,11 @@ def _vocabulary_of(model: nn.Module, base: str | None) -> int | None:
     if folder is None:
         return None
     try:
-        return getattr(_text_config(type(config).from_pretrained(folder)), "vocab_size", None)
+        before = type(config).from_pretrained(folder)
     except (OSError, ValueError):  # it is of other files than the model by now
         return None
+    was, now = (getattr(_text_config(c), "vocab_size", None) for c in (before, config))
+    return was if now is not None and was != now else None
 
 
 def _cached(name: str, config: Any) -> str | None:

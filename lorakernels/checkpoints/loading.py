@@ -157,6 +157,8 @@ def load_quantized(
     began = time.perf_counter()
     if frozen not in ("fp8", "plain"):
         raise ValueError(f'frozen must be "fp8" or "plain", found {frozen!r}')
+    if lora is not None and not isinstance(lora, LoRAConfig):
+        lora = LoRAConfig.from_peft(lora)
     if lora is not None and lora.changes_base:
         raise ValueError(
             f"lora.init_lora_weights={lora.init_lora_weights!r} starts from the 16-bit weight, which load_quantized "

@@ -21,35 +21,10 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from lorakernels.config import LoRAConfig, Recipe
+from lorakernels.peft_config import HEADS, IN_PEFT, REFUSED, SHARED, TASK_TYPES
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
-TASK_TYPES = (
-    "SEQ_CLS",
-    "SEQ_2_SEQ_LM",
-    "CAUSAL_LM",
-    "TOKEN_CLS",
-    "QUESTION_ANS",
-    "FEATURE_EXTRACTION",
-)
-
-_SHARED = (
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "target_modules",
-    "exclude_modules",
-    "target_parameters",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "bias",
-    "init_lora_weights",
-)
 _MAY_BE_NULL = frozenset(
     (
         "target_modules",
@@ -60,20 +35,6 @@ _MAY_BE_NULL = frozenset(
         "modules_to_save",
     )
 )
-_REFUSED = {
-    "alora_invocation_tokens": "adapters active from a token on (aLoRA)",
-    "layer_replication": "replicated layers",
-    "lora_bias": "a bias on lora_B",
-    "trainable_token_indices": "trainable rows of an embedding",
-    "use_qalora": "pooled inputs (QALoRA)",
-    "use_bdlora": "block-diagonal adapters (BD-LoRA)",
-    "arrow_config": "routed adapters (Arrow)",
-    "velora_config": "compressed gradients (VeLoRA)",
-    "monteclora_config": "sampled adapters (MonteCLoRA)",
-    "kasa_config": "a truncated base (KaSA)",
-    "megatron_config": "Megatron's parallel layers",
-    "ensure_weight_tying": "adapters tied across layers",
-}
 # PEFT computes these initial values from the base weight. Some of them also change the base weight, so their
 # adapter fits only the changed base. A file that PEFT converted (path_initial_model_for_weight_conversion) says
 # True.
@@ -90,13 +51,10 @@ def from_peft_dict(data: dict[str, Any], *, fp8: Recipe | None) -> LoRAConfig:
     kind = data.get("peft_type")
     if kind != "LORA":
         raise ValueError(f"peft_type must be 'LORA', got {kind!r}")
-    for key, what in _REFUSED.items():
+    for key, what in REFUSED.items():
         if data.get(key):
-            raise ValueError(
-                f"{key}={data[key]!r} is not supported: {what}. PEFT itself runs it, also after `register` of "
-                "lorakernels.integrations.peft with fp8=None"
-            )
-    fields = {key: data[key] for key in _SHARED if key in data}
+            raise ValueError(f"{key}={data[key]!r} is not supported: {what}. {IN_PEFT}")
+    fields = {key: data[key] for key in SHARED if key in data}
     for key in ("rank_pattern", "alpha_pattern"):
         fields[key] = fields.get(key) or {}
     if fields.get("use_dora") is None:  # older files lack it
@@ -104,6 +62,10 @@ def from_peft_dict(data: dict[str, Any], *, fp8: Recipe | None) -> LoRAConfig:
     for key, value in list(fields.items()):
         if value is None and key not in _MAY_BE_NULL:
             raise ValueError(f"{key} must be set, got null")
+    task, saved = data.get("task_type"), fields.get("modules_to_save") or ()
+    heads = HEADS.get(task or "", ())
+    if task in TASK_TYPES and (not heads or any(name.endswith(heads) for name in saved)):
+        fields["task_type"] = task  # of a file without a trained head it would train one
     fields["init_lora_weights"] = _init(fields.get("init_lora_weights", True))
     return LoRAConfig(**fields, fp8=fp8)
 
@@ -136,7 +98,7 @@ def to_peft_dict(
     **changes: Any,
 ) -> dict[str, Any]:
     """The fields that PEFT writes for `config`, ready for JSON. `changes` replace some of them."""
-    fields = {key: changes.get(key, getattr(config, key)) for key in _SHARED}
+    fields = {key: changes.get(key, getattr(config, key)) for key in SHARED}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
     return {
         **fields,

@@ -14,6 +14,7 @@ from lorakernels.modules.holder import refuse_held, refuse_split
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.pretrained import describe_tying, plain_dtype, release_saving
+from lorakernels.modules.trainable import remove_counts
 from lorakernels.modules.trained_parts import forget_originals, swap_originals
 
 
@@ -84,6 +85,7 @@ def _unload(model: nn.Module, dtype: torch.dtype | None, merge: bool) -> nn.Modu
     restack(model)
     forget_originals(model)
     release_saving(model)
+    remove_counts(model)
     describe_tying(model)
     return plain[model] if isinstance(model, FrozenFP8Linear) else model
 

@@ -101,12 +101,17 @@ def register(
 
     Raises:
         TypeError: `config` is not a peft.LoraConfig, or `fp8` neither a DelayedScaling nor a BlockScaling.
-        ValueError: "all-linear" finds no layer in `model`. Or an adapter needs the base in full precision and `fp8` is
-            not None, which is raised when PEFT builds the layer.
+        ValueError: "all-linear" finds no layer in `model`, or `model` has layers of PEFT's already. Or an adapter needs
+            the base in full precision and `fp8` is not None, which is raised when PEFT builds the layer.
     """
     if not isinstance(config, peft.LoraConfig):
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
     _check_fp8(fp8)
+    if model is not None and (there := lora_layers(model)):
+        raise ValueError(
+            f"model has PEFT's layers already (the first is {next(iter(there))!r}): call register before "
+            "get_peft_model, or patch(model) for layers that are there"
+        )
     if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         config.target_modules = _all_linear(model, fp8) | set(RENAMED.get(kind, ()))

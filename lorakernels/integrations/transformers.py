@@ -37,12 +37,15 @@ from lorakernels import (
     save_adapter,
 )
 from lorakernels.config import Recipe
+from lorakernels.loops.parts import adapters
 from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear
 from lorakernels.modules.undo import all_or_nothing
+
+_PEFT_LAYERS = "peft.tuners.lora.layer"
 
 
 def convert_fp8_model(
@@ -157,7 +160,7 @@ class LoRAKernelsCallback(TrainerCallback):
         options: of `attach`, besides these.
 
     Raises:
-        ValueError: `report` is another model's.
+        ValueError: `report` is another model's, or the adapters are PEFT's own layers.
         TypeError: `attach` has no option of a name.
     """
 
@@ -176,6 +179,11 @@ class LoRAKernelsCallback(TrainerCallback):
             raise ValueError(
                 "report must be what apply_lora returned for this model, found another model's"
             )
+        if plain := _pefts_own(model):
+            raise ValueError(
+                f"{plain} is PEFT's own layer, and none is of lorakernels: call register of "
+                "lorakernels.integrations.peft before get_peft_model, or patch(model) now"
+            )
         self.model, self.attached = model, None
         self.why_not: str | None = None
         given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
@@ -188,7 +196,7 @@ class LoRAKernelsCallback(TrainerCallback):
         """Attach to Trainer's optimizer.
 
         Raises:
-            ValueError: Trainer would run copies of the model in threads.
+            ValueError: Trainer would run copies of the model in threads, or the model has no layer of lorakernels.
         """
         self.on_train_end(args, state, control)  # Trainer skips it if the last train() raised
         if (gpus := getattr(args, "n_gpu", 1)) > 1:
@@ -216,6 +224,14 @@ class LoRAKernelsCallback(TrainerCallback):
             self.why_not = self.attached.why_not
             self.attached.detach()
             self.attached = None
+
+
+def _pefts_own(model: nn.Module) -> str | None:
+    """The path of the first LoRA layer, if all are PEFT's own. PEFT is not imported. Adapters may come later."""
+    if any(True for _ in adapters(model)):
+        return None
+    kinds = ((path, kind) for path, m in model.named_modules() for kind in type(m).__mro__)
+    return next((path for path, kind in kinds if kind.__module__ == _PEFT_LAYERS), None)
 
 
 def _check_module(path: str, module: nn.Module) -> None:

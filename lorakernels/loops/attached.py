@@ -370,7 +370,10 @@ def _check(
     if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 1:
         raise ValueError(f"warmup_steps must be an integer of at least 1, found {warmup_steps!r}")
     if not any(True for _ in parts.adapters(model)):
-        raise ValueError(f"{type(model).__name__} has no LoRALinear: call apply_lora first")
+        raise ValueError(
+            f"{type(model).__name__} has no LoRALinear: call apply_lora first, or, with PEFT, register before "
+            "get_peft_model, of lorakernels.integrations.peft"
+        )
     for module in model.modules():
         if any(isinstance(h, _BeginHook) for h in module._forward_pre_hooks.values()):
             raise ValueError(

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.columns import join_state, joining
 from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.experts import match_experts, unstack
@@ -23,17 +24,19 @@ from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets, warn_of_unused
+from lorakernels.modules.trainable import add_counts
 from lorakernels.modules.trained_parts import keep_original, mark_saved
 from lorakernels.modules.undo import Before, all_or_nothing
 from lorakernels.modules.weights import check_plain
 from lorakernels.ops.hardware import FLOATS
+from lorakernels.peft_config import HEADS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 
 def apply_lora(
     model: nn.Module,
-    config: LoRAConfig,
+    config: LoRAConfig | Any,
     *,
     adapter_dtype: torch.dtype | None = torch.float32,
     rng_state: PhiloxState | PhiloxStates | None = None,
@@ -42,11 +45,14 @@ def apply_lora(
     """Put an adapter over a frozen base in place of each module that `config` targets. Freeze everything else.
 
     Biases and `modules_to_save` train where `config` says so. FP8 layers that the model already has move to the
-    report's `fp8_state`, with their histories, if their recipe and device are the same.
+    report's `fp8_state`, with their histories, if their recipe and device are the same. `model` gets PEFT's methods
+    `print_trainable_parameters` and `get_nb_trainable_parameters`, until `unload` or `merge_and_unload`.
 
     Args:
         model: any nn.Module. It is changed in place; parameter names outside the targets stay.
-        config: what to adapt and how, by PEFT's matching rules (targets.py).
+        config: what to adapt and how, by PEFT's matching rules (targets.py). A peft.LoraConfig is taken as
+            `LoRAConfig.from_peft(config)`, so with the default `fp8`. The `task_type` of a classifier or of question
+            answering adds its head to `modules_to_save`, as in PEFT.
         adapter_dtype: dtype of lora_A and lora_B: float32 (as in PEFT), bfloat16 or float16. None follows each layer:
             its weight's dtype, for an FP8 weight its bias's, else the dtype of the model's other parameters.
         rng_state: the state that dropout draws from. None follows torch.manual_seed.
@@ -61,13 +67,16 @@ def apply_lora(
         ValueError: no module matches, the model has adapters already, the layers are on several devices, a weight is
             not finite, or `context_parallel` has seen the model. With "olora" and "pissa": a rank is larger than a
             side of its weight. `frozen` is neither "plain" nor "fp8", or is "fp8" with `config.fp8=None`.
-        TypeError: a target is not a linear layer, or `adapter_dtype` is not float32, bfloat16 or float16. A parameter
-            is not of experts that LoRAExperts computes. With "olora" and "pissa": a weight is held in FP8 already.
+        TypeError: `config` is of another kind, a target is not a linear layer, or `adapter_dtype` is not float32,
+            bfloat16 or float16. A parameter is not of experts that LoRAExperts computes. With "olora" and "pissa": a
+            weight is held in FP8 already.
         RuntimeError: a graph holds the memory of an FP8 layer's state, or a weight is in a sharded base.
 
     All of this is checked before anything is changed. A later exception, such as a full device, restores the model:
     replaced layers are held until the call ends. They move to the host if the device is full.
     """
+    config = config if isinstance(config, LoRAConfig) else LoRAConfig.from_peft(config)
+    config = _with_head(model, config)
     refuse_rows_over_ranks(model, "add adapters")
     options = adapter_dtype, rng_state, frozen
     if not config.target_parameters:
@@ -75,6 +84,15 @@ def apply_lora(
     with all_or_nothing(model):
         unstack(model, config)
         return _apply(model, config, *options)
+
+
+def _with_head(model: nn.Module, config: LoRAConfig) -> LoRAConfig:
+    """`config` with the head of its task in modules_to_save, as in PEFT. The head of a new task has random weights."""
+    names = tuple(config.modules_to_save or ())
+    paths = [clean_path(path) for path, _ in model.named_modules()]
+    heads = (name for name in HEADS.get(config.task_type or "", ()) if name not in names)
+    there = [name for name in heads if any(path.endswith(name) for path in paths)]
+    return replace(config, modules_to_save=(*names, *there)) if there else config
 
 
 def _apply(
@@ -135,6 +153,7 @@ def _apply(
             join_state(layer, path, fp8_state)
         reasons |= _train(model, config, saved, tied)
         guard_saving(model)
+        add_counts(model)
     return LoRAReport(model, config, fp8_state, reasons, peft)
 
 

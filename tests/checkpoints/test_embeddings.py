@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 @pytest.fixture(autouse=True)
 def only_expected_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the vocabulary has")
+        warnings.filterwarnings("error", "the (vocabulary|file) has")
         yield
 
 
@@ -108,13 +109,18 @@ def test_peft_s_file_is_read(
     model = base(bases[tied], grown, 2)
     if adapted:
         trained(model, targets, None)
-    if grown and targets == "head" and not tied:  # PEFT leaves the embedding out then
+    incomplete = grown and targets == "head" and not tied
+    if incomplete:
         model.model.embed_tokens.weight.data = base(bases[tied], grown, 1).model.embed_tokens.weight
-    load_adapter(model, tmp_path, fp8=None)
+    message = r"no model\.embed_tokens\.weight, which PEFT 0\.21 leaves out"
+    with pytest.warns(UserWarning, match=message) if incomplete else nullcontext():
+        load_adapter(model, tmp_path, fp8=None)
     torch.testing.assert_close(logits(model, grown), wanted, rtol=1e-5, atol=1e-5)
-    again = base(bases[tied], grown, 3)
-    load_adapter(again, tmp_path)  # FP8; e4m3 rounds by 2⁻⁴, other new rows differ by 1.2 and more
-    if not (grown and targets == "head" and not tied):
+    if not incomplete:
+        again = base(bases[tied], grown, 3)
+        load_adapter(
+            again, tmp_path
+        )  # FP8; e4m3 rounds by 2⁻⁴, other new rows differ by 0.5 and more
         assert (logits(again, grown) - wanted).norm() < 2**-4 * wanted.norm()
 
 
@@ -128,9 +134,7 @@ def test_a_grown_vocabulary_is_saved_with_its_rows(
     if targets == "saved":
         save_adapter(model, tmp_path)
     else:
-        message = (
-            rf"has {GROWN} tokens, that of .* has {V}: the file holds the embedding and the head"
-        )
+        message = rf"another size than that of .*, {V}: the file holds the embedding and the head"
         with pytest.warns(UserWarning, match=message):
             save_adapter(model, tmp_path)
     head = "lm_head.base_layer.weight" if targets == "head" else "lm_head.weight"

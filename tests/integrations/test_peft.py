@@ -407,6 +407,12 @@ def test_patch_and_restore(fp8):
     assert torch.equal(model(x), y)
 
 
+def test_register_comes_before_the_layers():
+    model = peft.get_peft_model(MLP(), config())
+    with pytest.raises(ValueError, match=r"register before get_peft_model, or patch\(model\)"):
+        register(config(), model=model)
+
+
 def test_patch_says_what_it_cannot_do():
     with pytest.raises(ValueError, match="MLP has no LoRA layer"):
         patch(MLP())

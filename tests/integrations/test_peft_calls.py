@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a PeftModel with `adapter_names`: what is refused leaves no hook that later calls would run."""
+"""Calls of a PeftModel with `adapter_names` that are refused leave no hook, and a callback tells PEFT's own layers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lorakernels import fuse, unfuse
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
-from lorakernels.integrations.peft import register  # noqa: E402
+from lorakernels.integrations.peft import patch, register  # noqa: E402
+from lorakernels.integrations.transformers import LoRAKernelsCallback  # noqa: E402
 
 IDS = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(5))
 NAMES = ["default", "__base__"]
@@ -71,3 +73,20 @@ def test_a_call_leaves_the_hooks_that_a_user_has_set(model: Any) -> None:
         model(IDS, adapter_names=NAMES)
     assert list(layer._forward_pre_hooks.values()) == [hook]
     assert len(hooks(model)) == 1
+
+
+def test_a_callback_over_peft_s_own_layers_says_what_to_do() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.Sequential(nn.Linear(8, 8))
+    callback = LoRAKernelsCallback(model)  # adapters may come until training begins
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="call apply_lora first, or, with PEFT, register before"):
+        callback.on_train_begin(None, None, None, optimizer=optimizer)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+    for each in (model, wrapped):
+        with pytest.raises(
+            ValueError, match=r"0 is PEFT's own layer.*register.*before get_peft_model"
+        ):
+            LoRAKernelsCallback(each)
+    patch(wrapped)
+    assert LoRAKernelsCallback(wrapped).attached is None
