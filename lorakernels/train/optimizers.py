@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.batch import FACTORS
 from lorakernels.train.errors import require
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
@@ -107,7 +106,8 @@ def groups(
 
 def _factor_of(name: str) -> str | None:
     """The factor that a parameter is: the last of the two in its name, because a path or a job may have such a name."""
-    return next((part for part in reversed(name.split(".")) if part in FACTORS), None)
+    parts = reversed(name.split("."))
+    return next((part for part in parts if part in ("lora_A", "lora_B")), None)
 
 
 def numbers(trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> dict[str, int]:
