@@ -107,7 +107,7 @@ def register(
         raise TypeError(f"config must be a peft.LoraConfig, got {type(config).__name__}")
     _check_fp8(fp8)
     if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+        kind = str(getattr(getattr(model, "config", None), "model_type", None))
         config.target_modules = _all_linear(model, fp8) | set(RENAMED.get(kind, ()))
     make = _Make(fp8)
     config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})
