@@ -113,7 +113,7 @@ def register(
             "get_peft_model, or patch(model) for layers that are there"
         )
     if model is not None and str(config.target_modules).lower() == ALL_LINEAR:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
+        kind = str(getattr(getattr(model, "config", None), "model_type", None))
         config.target_modules = _all_linear(model, fp8) | set(RENAMED.get(kind, ()))
     make = _Make(fp8)
     config._register_custom_module({nn.Linear: make, FrozenFP8Linear: make})

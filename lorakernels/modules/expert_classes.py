@@ -29,10 +29,10 @@ _LEAVE_OUT = "Leave experts out of target_parameters: target_modules adapts the 
 
 def why_not_experts(owner: nn.Module, name: str) -> str:
     """Why LoRAExperts cannot take the place of the owner of the parameter `name`, "" if it can."""
-    own, kind = set(owner._parameters), type(owner).__name__
-    if name not in STACKED or own != set(STACKED) or not callable(getattr(owner, "act_fn", None)):
+    held, kind = set(owner._parameters), type(owner).__name__
+    if name not in STACKED or held != set(STACKED) or not callable(getattr(owner, "act_fn", None)):
         return (
-            f"is of a {kind} with the parameters {sorted(own)}; expected "
+            f"is of a {kind} with the parameters {sorted(held)}; expected "
             f"experts with {' and '.join(STACKED)} [E, N, K] and act_fn, as in Mixtral and Qwen3-MoE"
         )
     for attribute, expected in _LAYOUT.items():
@@ -75,7 +75,7 @@ def _is_default(forward: Any, moe: Any) -> bool:
 
     eager: Any = getattr(forward, "__wrapped__", None)
     reference: Any = getattr(MixtralExperts.forward, "__wrapped__", None)
-    if not all(isinstance(each, FunctionType) for each in (forward, eager, reference)):
+    if not all(isinstance(method, FunctionType) for method in (forward, eager, reference)):
         return False
     cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
     table = cells.get("experts_interface")
@@ -97,7 +97,7 @@ def _why_not_held(owner: nn.Module) -> str:
 
 
 def _why_not_shapes(owner: nn.Module) -> str:
-    gate_up, down = (owner._parameters[each] for each in STACKED)
+    gate_up, down = (owner._parameters[name] for name in STACKED)
     assert gate_up is not None and down is not None
     if gate_up.dim() != 3 or down.shape != (len(gate_up), gate_up.shape[2], gate_up.shape[1] // 2):
         shapes = f"{tuple(gate_up.shape)} and {tuple(down.shape)}"

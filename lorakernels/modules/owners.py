@@ -136,7 +136,7 @@ def check_owner(model: nn.Module, path: str, fp8: bool) -> None:
     place = path.split(".")[
         -2:-1
     ]  # exclude_modules=["wo"] would leave out layers of this name elsewhere, too
-    others = [".".join([*place, each]) for each in sorted(read | dtype)]
+    others = [".".join([*place, other]) for other in sorted(read | dtype)]
     kind, leave_out = type(owner).__name__, f"exclude_modules={others!r}"
     if name in read:
         raise ValueError(

@@ -88,12 +88,12 @@ class PEFTDifference:
         )
 
     def __str__(self) -> str:
-        told = [f"{self.numbers} (target_modules={self.target_modules} of a {self.model_type!r})"]
+        parts = [f"{self.numbers} (target_modules={self.target_modules} of a {self.model_type!r})"]
         if self.more:
-            told.append(f"it also adapts {_paths(self.more)}")
+            parts.append(f"it also adapts {_paths(self.more)}")
         if self.less:
-            told.append(f"it leaves out {_paths(self.less)}")
-        return "; ".join(told)
+            parts.append(f"it leaves out {_paths(self.less)}")
+        return "; ".join(parts)
 
 
 def _paths(paths: Iterable[str]) -> str:
@@ -146,12 +146,12 @@ def _names(model: nn.Module, config: LoRAConfig, renamed: Mapping[str, str]) -> 
     parameters = [clean_path(path) for path, _ in model.named_parameters()]
     parameters += map(clean_path, held_experts(model))
     modules = [clean_path(path) for path, _ in model.named_modules() if path not in experts]
-    found = {path.split(".")[-1] for path in choose(config, [*modules, *parameters])}
+    names = {path.split(".")[-1] for path in choose(config, [*modules, *parameters])}
     for old, new in renamed.items():
         owners = {path.removesuffix(new) for path in parameters if path.split(".")[-1] == new}
         if choose(config, [f"{owner}{old}" for owner in owners]):
-            found.add(old)
-    return found
+            names.add(old)
+    return names
 
 
 def _new_name(name: str, renamed: Mapping[str, str]) -> str | None:

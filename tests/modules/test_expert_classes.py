@@ -74,12 +74,12 @@ class Config:
 
 def sources() -> dict[str, str]:
     """{name of a class with stacked projections: its code in transformers}."""
-    found = {}
+    classes = {}
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for match in CLASS.finditer(path.read_text(encoding="utf-8")):
             if re.search(r"self\.(gate_up_proj|down_proj) = nn\.Parameter", match[0]):
-                found[match[1]] = match[0]
-    return found
+                classes[match[1]] = match[0]
+    return classes
 
 
 SOURCES = sources()
@@ -114,12 +114,12 @@ def tokens() -> tuple[Tensor, Tensor, Tensor]:
 
 def off(experts: nn.Module, ours: nn.Module) -> float:
     """The relative difference of outputs and of the input's gradients."""
-    found = []
-    for each in (experts, ours):
+    results = []
+    for module in (experts, ours):
         x, index, weights = tokens()
-        y = each(x.requires_grad_(), index, weights)
-        found.append(torch.cat([y, *torch.autograd.grad(y.square().sum(), x)]).detach())
-    return float((found[0] - found[1]).norm() / found[0].norm())
+        y = module(x.requires_grad_(), index, weights)
+        results.append(torch.cat([y, *torch.autograd.grad(y.square().sum(), x)]).detach())
+    return float((results[0] - results[1]).norm() / results[0].norm())
 
 
 def test_the_classes_are_found() -> None:
@@ -145,8 +145,8 @@ class Holder(nn.Module):
         super().__init__()
         self.experts = experts
 
-    def forward(self, *given: Tensor) -> Tensor:
-        return self.experts(*given)
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.experts(*tensors)
 
 
 def mixtral(kind: Callable[[Any], nn.Module] = MixtralExperts) -> nn.Module:
@@ -154,8 +154,8 @@ def mixtral(kind: Callable[[Any], nn.Module] = MixtralExperts) -> nn.Module:
 
 
 class OwnForward(MixtralExperts):
-    def forward(self, *given: Tensor) -> Tensor:
-        return 2 * super().forward(*given)
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return 2 * super().forward(*tensors)
 
 
 class OwnGate(MixtralExperts):
@@ -164,8 +164,8 @@ class OwnGate(MixtralExperts):
 
 
 class OwnCall(MixtralExperts):
-    def __call__(self, *given: Tensor) -> Tensor:
-        return 2 * super().__call__(*given)
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return 2 * super().__call__(*tensors)
 
 
 @use_experts_implementation
@@ -181,7 +181,7 @@ class OwnEager(nn.Module):
 def with_forward() -> nn.Module:
     experts = mixtral()
     before = experts.forward
-    experts.forward = lambda *given: 2 * before(*given)
+    experts.forward = lambda *tensors: 2 * before(*tensors)
     return experts
 
 
@@ -205,7 +205,7 @@ def with_norm() -> nn.Module:
 
 def with_an_implementation(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     monkeypatch.setitem(
-        ALL_EXPERTS_FUNCTIONS._global_mapping, "doubled", lambda *given: 2 * given[1]
+        ALL_EXPERTS_FUNCTIONS._global_mapping, "doubled", lambda *tensors: 2 * tensors[1]
     )
     experts = mixtral()
     experts.config._experts_implementation = "doubled"

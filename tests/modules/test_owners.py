@@ -60,15 +60,15 @@ def reads() -> Iterator[tuple[str, str, bool]]:
 def test_the_tables_have_the_reads_of_transformers() -> None:
     """A new release adds classes: they belong in a table, or in CALLED."""
     tables = {False: WEIGHT_IS_READ, True: DTYPE_IS_READ}
-    found = set(reads())
-    assert len(found) > 90
+    seen = set(reads())
+    assert len(seen) > 90
     missing = {
         (kind, name)
-        for kind, name, dtype in found
+        for kind, name, dtype in seen
         if kind not in tables[dtype].get(name, ()) and (kind, name) not in CALLED
     }
     assert not missing
-    classes = {(kind, name) for kind, name, _ in found}
+    classes = {(kind, name) for kind, name, _ in seen}
     entries = {
         (k, name) for table in tables.values() for name, kinds in table.items() for k in kinds
     }
