@@ -27,12 +27,12 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
 
     A tensor that transformers would join with others, or split, keeps its name but for the prefix of the base model.
     """
-    own = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    rename = _renaming(model, own)
+    rename = _renaming(model, state)
     shown = {}
     for name in names:
-        end = _SCALE if name.endswith(_SCALE) and name not in own else ""
+        end = _SCALE if name.endswith(_SCALE) and name not in state else ""
         new, converted = rename(name.removesuffix(end))
         shown[name] = _like(name, new, prefix) if converted else new + end
     return shown
@@ -51,17 +51,17 @@ def check_places(model: Any, config: Any, names: Collection[str]) -> None:
     """
     names = {*names}
     Renamed.check(names_in_model(model, names))
-    own = model.state_dict(keep_vars=True)
-    rename = _renaming(model, own)
+    state = model.state_dict(keep_vars=True)
+    rename = _renaming(model, state)
     strays = [
         name
         for name in names
-        if rename(name.removesuffix(_SCALE))[0] not in own and not of_input(name, names)
+        if rename(name.removesuffix(_SCALE))[0] not in state and not of_input(name, names)
     ]
     _refuse(model, {*strays} - {*left_out(model, config, strays)})
 
 
-def _renaming(model: Any, own: Mapping[str, Any]) -> Callable[[str], tuple[str, bool]]:
+def _renaming(model: Any, state: Mapping[str, Any]) -> Callable[[str], tuple[str, bool]]:
     """Tells a tensor's name in the model, and whether transformers joins or splits tensors for it."""
     prefix = getattr(model, "base_model_prefix", "")
     try:
@@ -72,16 +72,16 @@ def _renaming(model: Any, own: Mapping[str, Any]) -> Callable[[str], tuple[str, 
             rename_source_key,
         )
     except ImportError:  # before transformers 5
-        return lambda name: (_with_prefix(name, prefix, own), False)
+        return lambda name: (_with_prefix(name, prefix, state), False)
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
 
     def rename(name: str) -> tuple[str, bool]:
-        new, converted = rename_source_key(name, renamings, converters, prefix, own)
-        if new in own:
+        new, converted = rename_source_key(name, renamings, converters, prefix, state)
+        if new in state:
             return str(new), converted is not None
-        return _with_prefix(name, prefix, own), False
+        return _with_prefix(name, prefix, state), False
 
     return rename
 
@@ -92,12 +92,12 @@ def _like(name: str, other: str, prefix: str) -> str:
     return prefix + name if missing else name
 
 
-def _with_prefix(name: str, prefix: str, own: Mapping[str, Any]) -> str:
+def _with_prefix(name: str, prefix: str, state: Mapping[str, Any]) -> str:
     """`name` with the prefix of the base model, or without it, if that is a name of the model."""
-    if not prefix or name in own:
+    if not prefix or name in state:
         return name
     shorter, longer = name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
-    return next((other for other in (shorter, longer) if other in own), name)
+    return next((other for other in (shorter, longer) if other in state), name)
 
 
 def check_all_used(
@@ -118,9 +118,9 @@ def check_all_used(
     may_go = left_out(model, config, unexpected)
     _refuse(model, {*unexpected} - {*may_go})
     lists = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    own = {*model.state_dict(keep_vars=True)}
+    state = {*model.state_dict(keep_vars=True)}
     ignored = [
-        n for n in names if n not in own and any(re.search(p, n) for p in (*lists, *_COMPUTED))
+        n for n in names if n not in state and any(re.search(p, n) for p in (*lists, *_COMPUTED))
     ]
     return sorted({*may_go, *ignored})
 

@@ -209,12 +209,12 @@ def test_refused(folder: Path) -> None:
         )
 
 
-def test_a_weight_that_is_not_finite_is_refused(folder: Path) -> None:
+def test_a_weight_that_is_not_finite_is_refused(folder: Path, tmp_path: Path) -> None:
     model = AUTO.from_pretrained(folder)
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
-    model.save_pretrained(folder)
+    model.save_pretrained(tmp_path / "saved")
     with pytest.raises(RuntimeError, match="conversion of the weights"):  # its report names it
-        loaded(folder)
+        loaded(tmp_path / "saved")
 
 
 @pytest.mark.gpu
