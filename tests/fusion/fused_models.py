@@ -166,8 +166,8 @@ def run(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, Tensor]:
 def difference(found: Tensor, exact: Tensor) -> float:
     """‖found − exact‖ ÷ ‖exact‖."""
     assert found.shape == exact.shape
-    exact = exact.double().cpu()
-    return float((found.double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30))
+    exact = exact.detach().double().cpu()
+    return float((found.detach().double().cpu() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 def same_within(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> float:
