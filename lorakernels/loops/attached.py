@@ -312,11 +312,7 @@ def _hook(attached: Attached) -> None:
             optimizer.register_step_pre_hook(attached._before_step),
             optimizer.register_step_post_hook(attached._after_step),
         ]
-    if not attached.layers:  # only marks the model as attached
-        first = next(parts.adapters(attached.model))
-        attached._handles.append(first.register_forward_pre_hook(_BeginHook(lambda *_: None)))
-        return
-    first = attached.layers[0]
+    first = attached.layers[0] if attached.layers else next(parts.adapters(attached.model))
     begins, ran = _BeginHook(attached._begin), Hook(attached._watch_backward)
     attached._handles.append(first.register_forward_pre_hook(begins, with_kwargs=True))
     attached._handles.append(first.register_forward_hook(ran))

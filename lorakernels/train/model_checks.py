@@ -172,10 +172,11 @@ def _refuse_wrong(model: Any, isolate: bool) -> None:
 
 def _refuse_differences(name: str, changes: Isolation | Causality, usual: float) -> None:
     """Raise ModelError for a difference beyond rounding. `usual`: that from transformers' usual call."""
-    for field, difference in (changes._asdict() | {"usual": usual}).items():
-        if field in _SAID and not difference <= changes.rounding:  # NaN is not
+    for field, text in _SAID.items():
+        difference = usual if field == "usual" else getattr(changes, field, 0.0)
+        if not difference <= changes.rounding:  # NaN is not
             raise ModelError(
-                f"{name} {_SAID[field].format(f'{difference:.3g} of their size')}, rounding accounts for "
+                f"{name} {text.format(f'{difference:.3g} of their size')}, rounding accounts for "
                 f"{changes.rounding:.3g}; finetune cannot train it correctly"
             )
 

@@ -15,7 +15,7 @@ import torch
 from lorakernels.graphs import GraphManager, GraphOptions
 from torch import nn
 
-from lorakernels import FP8State, LoRALinear, attach
+from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, apply_lora, attach
 from lorakernels.loops.layer_graphs import LayerGraphs
 from tests.graphs.fake import FakeBackend
 from tests.loops.written_loops import (
@@ -146,6 +146,31 @@ def test_a_step_that_raises_is_one_that_was_left_out() -> None:
             optimizer.step()
         optimizer.zero_grad()
     assert (attached.steps, attached.skipped, attached.microbatches) == (4, 1, 5)
+
+
+def amaxes_after_a_step_that_was_left_out(listed: bool) -> tuple[Any, torch.Tensor]:
+    """What `attach` counted and the FP8 history, where the second of three steps has large inputs and is left out."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))  # no ModuleList
+    apply_lora(model, LoRAConfig(r=2, target_modules=["0", "2"], fp8=DelayedScaling()))
+    optimizer = torch.optim.SGD(trained(model), lr=1e-3)
+    attached = attach(model, optimizer, graphs=False, layers=[*model] if listed else None)
+    assert bool(attached.layers) == listed
+    for step in range(3):
+        x = torch.ones(4, 16) * (100.0 if step == 1 else 1.0)
+        model(x).square().mean().backward()
+        if step != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    (state,) = attached.fp8_states
+    attached.detach()
+    return (attached.steps, attached.skipped, attached.microbatches), state.forward.clone()
+
+
+def test_amaxes_of_a_step_that_was_left_out_are_no_other_steps_without_a_list_of_layers() -> None:
+    with_list, without = map(amaxes_after_a_step_that_was_left_out, (True, False))
+    assert with_list[0] == without[0] == (2, 1, 3)
+    torch.testing.assert_close(without[1], with_list[1], rtol=0, atol=0)
 
 
 def test_a_loop_without_model_train_is_said_once() -> None:
