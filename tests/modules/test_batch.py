@@ -322,6 +322,24 @@ def test_calls_that_need_one_adapter_say_so(tmp_path: Any) -> None:
         model(input_ids=rows(model, 4))
 
 
+def test_an_exception_while_adapters_are_started_leaves_the_layers_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, calls, real = adapted(), [], LoRALinear.reset_adapter
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+
+    def reset(layer: LoRALinear) -> None:
+        real(layer)
+        calls.append(layer)
+        if len(calls) == 5:  # of the second layer, after one of its adapters
+            raise MemoryError
+
+    monkeypatch.setattr(LoRALinear, "reset_adapter", reset)
+    with pytest.raises(MemoryError):
+        lorakernels.batch_adapters(model, NAMES)
+    assert all(p is before[n][0] and p.equal(before[n][1]) for n, p in model.named_parameters())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])
 @pytest.mark.parametrize("fp8", [DelayedScaling(), BlockScaling()], ids=["delayed", "blocks"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import lorakernels
+from lorakernels import LoRALinear
 from tests.modules.batched_models import NAMES, adapted, alone, batched, rows, tiny_llama
 
 
@@ -34,17 +35,28 @@ def test_what_needs_all_adapters_says_so_inside_only() -> None:
     assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
-def test_files_are_peft_s(tmp_path: Any) -> None:
+@pytest.mark.parametrize("use_rslora", [False, True], ids=["", "rslora"])
+def test_files_are_peft_s(tmp_path: Any, use_rslora: bool) -> None:
+    """The scaling stays that of the layers, whatever an adapter's own rank is."""
     peft = pytest.importorskip("peft")
-    model, batch = batched(ranks={"de": 2})
+    model = adapted(use_rslora=use_rslora)
+    batch = lorakernels.batch_adapters(model, NAMES, ranks={"de": 2})
+    for name in NAMES:
+        for key, value in batch.parameters(name).items():
+            if key.endswith("lora_B"):
+                torch.nn.init.normal_(value.data[:, : batch.ranks.get(name)], std=0.1)
     ids = rows(model)
     out = model(input_ids=ids).logits
     base = tiny_llama()
     for i, name in enumerate(NAMES):
         with batch.only(name):
             lorakernels.save_adapter(model, tmp_path / name)
+            alone = next(m for m in model.modules() if isinstance(m, LoRALinear))
+            expected = alone.scaling * (alone.r**0.5 if use_rslora else alone.r)
+            assert alone.lora_alpha == expected
         config = peft.PeftConfig.from_pretrained(tmp_path / name)
-        assert (config.r, config.lora_alpha) == ((2, 4) if name == "de" else (4, 8))
+        assert config.r == (2 if name == "de" else 4)
+        assert config.lora_alpha == pytest.approx(expected, rel=1e-12)  # an int where it is whole
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name)
         torch.testing.assert_close(theirs(input_ids=ids[i : i + 1]).logits, out[i : i + 1])
 

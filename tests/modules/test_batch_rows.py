@@ -132,12 +132,24 @@ def test_rows_inside_rows_hold_until_their_own_end() -> None:
     model, batch = batched()
     ids = rows(model)
     own = model(input_ids=ids).logits
+
+    def named() -> list[list[int]]:
+        """The buffers by which graphs see the rows."""
+        every = model.named_buffers(remove_duplicate=False)
+        found = [b.tolist() for name, b in every if name.endswith("named_rows")]
+        assert len(found) in (0, len(batch.layers))
+        return found[:1]
+
+    assert named() == []
     with torch.no_grad(), batch.rows(["it", "fr", "de"]):
-        before = model(input_ids=ids).logits
-        with pytest.raises(RuntimeError, match="inside"), batch.rows(["de"]):
-            model(input_ids=ids)
-            raise RuntimeError("inside")
-        assert torch.equal(model(input_ids=ids).logits, before)
+        before, outer = model(input_ids=ids).logits, named()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="inside"), batch.rows(["de"]):
+                model(input_ids=ids)
+                assert named() not in (outer, [])
+                raise RuntimeError("inside")
+            assert torch.equal(model(input_ids=ids).logits, before) and named() == outer
+    assert named() == []
     assert torch.equal(model(input_ids=ids).logits, own)
     assert not torch.equal(before, own)
 

@@ -297,6 +297,38 @@ def test_small_magnitudes_and_factors_keep_their_digits_in_fp16(fp8):
     assert y.dtype == torch.float16 and apart(y, expected) < 2.0**-8
 
 
+@pytest.mark.parametrize("fp8", RECIPES.values(), ids=RECIPES)
+def test_reset_starts_anew_with_the_norms_of_the_weight(fp8):
+    layer = DoRALinear.from_linear(nn.Linear(24, 40), config(fp8)).eval()
+    x = torch.randn(7, 24)
+    first = layer(x)
+    for _ in range(2):
+        randomize(layer)
+        assert apart(layer(x), first) > 0.1
+        layer.reset_adapter()
+        assert torch.equal(layer.lora_magnitude_vector, layer.norms()) and not layer.lora_B.any()
+        assert apart(layer(x), first) < 1e-6
+
+
+@pytest.mark.parametrize("fp8", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("p", [0.0, 0.4], ids=["whole", "dropout"])
+def test_autocast_is_a_cast_of_x(fp8, p):
+    layer = DoRALinear.from_linear(nn.Linear(24, 40), config(fp8, lora_dropout=p)).train()
+    randomize(layer)
+    twin, x = copy.deepcopy(layer), torch.randn(7, 24)
+    torch.manual_seed(1)
+    expected = twin(x.bfloat16())
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
+    y.sum().backward(), expected.sum().backward()
+    for (name, one), (_, other) in zip(
+        layer.named_parameters(), twin.named_parameters(), strict=True
+    ):
+        assert name in ("weight", "bias") or torch.equal(one.grad, other.grad), name
+
+
 def test_a_row_of_zeros_stays_finite():
     linear = nn.Linear(8, 5, bias=False)
     linear.weight.data[2] = 0

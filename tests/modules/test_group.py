@@ -91,6 +91,20 @@ def test_only_the_same_tensor_in_the_same_mode_is_shared():
         assert quantizations(lambda: q(x), act, call) == expected, name
 
 
+def test_a_dropout_that_changes_is_not_that_of_a_shared_mask():
+    layer, group = one_group((0.3, True))
+    q, k, _ = members = [getattr(layer.train(), name) for name in NAMES]
+    x = torch.randn(5, 32)
+
+    def change(p):
+        for member in members:
+            member.lora_dropout = p
+
+    for p, expected in ((0.3, 1), (0.5, 2), (0.1, 2), (0.1, 1)):
+        group._entry = None
+        assert quantizations(lambda: q(x), lambda p=p: change(p), lambda: k(x)) == expected
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     p=st.sampled_from([0.0, 0.3]),
