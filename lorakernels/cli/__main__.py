@@ -2,18 +2,21 @@
 """`lorakernels SUBCOMMAND …`. Only the module of the chosen subcommand is imported.
 
 Beside `add_arguments` and `run` a subcommand may define `PASSES_ARGUMENTS_ON`, if other programs read its remaining
-arguments. It may also define `unknown(words) -> str`, the message about words that are no option.
+arguments. It may also define `unknown(words) -> str`, the message about words that are no option. Without it, the
+message suggests one of its options.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lorakernels import __version__
+from lorakernels.train.names import unknown_argument
 
 COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
@@ -22,6 +25,12 @@ COMMANDS = {
     "plan": "what a training takes before it is loaded: bytes, times, and what to shard, offload and recompute",
     "export": "merge an adapter into its base: a directory that transformers and vLLM load, in bf16 or FP8",
 }
+# What other programs call them
+SYNONYMS = {
+    "train": "finetune", "sft": "finetune", "tune": "finetune", "lora": "finetune", "run": "finetune",
+    "merge": "export", "convert": "export", "save": "export", "estimate": "plan", "memory": "plan",
+    "benchmark": "bench", "env": "doctor", "info": "doctor", "check": "doctor", "version": "doctor",
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,22 +49,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"lorakernels {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((a for a in arguments if not a.startswith("-")), "")
+    if not arguments:
+        arguments = ["--help"]
     parsers = {
         name: commands.add_parser(name, help=text, description=text)
         for name, text in COMMANDS.items()
     }
+    if chosen == arguments[0] and chosen not in parsers:
+        parser.error(_unknown_command(chosen))
     if chosen not in parsers:
         parser.parse_args(arguments)  # --help, --version or an error, each of which exits
     module = importlib.import_module(f"lorakernels.cli.{chosen}")
     module.add_arguments(parsers[chosen])
     options, rest = parser.parse_known_args(arguments)
     if rest and not getattr(module, "PASSES_ARGUMENTS_ON", False):
-        unknown = getattr(
-            module, "unknown", lambda words: f"unrecognized arguments: {' '.join(words)}"
-        )
+        unknown = getattr(module, "unknown", lambda words: _unknown(words, [*vars(options)]))
         parsers[chosen].error(unknown(rest))
     options.rest = rest
     return int(module.run(options))
+
+
+def _unknown(words: Sequence[str], known: Sequence[str]) -> str:
+    if any(word.startswith("-") for word in words):
+        return unknown_argument(words, known)
+    return f"unexpected argument {words[0]!r}"
+
+
+def _unknown_command(word: str) -> str:
+    close = difflib.get_close_matches(word.lower().replace("_", ""), [*COMMANDS, *SYNONYMS], 1)
+    meant = SYNONYMS.get(close[0], close[0]) if close else ""
+    hint = f"did you mean {meant}?" if meant else f"there are {', '.join(COMMANDS)}"
+    return f"unknown command {word!r}; {hint}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 EPILOG = """\
@@ -47,7 +48,10 @@ def run(args: argparse.Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         from lorakernels import export_model
+        from lorakernels.train.model_folder import why_no_model
 
+        if (why := why_no_model(Path(args.model))) is not None:
+            return _fail(f"error: {why}", 1)
         done = export_model(
             args.model,
             args.adapter,
@@ -69,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         f"{done.path}: {done.format}, {done.bytes / 1e9:.2f} GB in {files}, {done.merged} layers merged"
     )
     if done.plain:
-        print(f"in bf16 all the same: {_short(done.plain)}")
+        print(f"kept in bf16: {_short(done.plain)}")
     return 0
 
 

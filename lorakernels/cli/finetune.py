@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lorakernels.train.absent_names import ABSENT
 from lorakernels.train.errors import (
     FinetuneError,
     Interrupted,
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def unknown(words: Sequence[str]) -> str:
     """The message about words that are no option. It suggests our option for a name that another trainer uses."""
-    return unknown_argument(words, [*kinds(), "config"])
+    return unknown_argument(words, [*kinds(), "config"], ABSENT)
 
 
 def _help(item: Any) -> str:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
+SEQ_LEN = 1024
 EPILOG = """\
 exit codes: 0 planned, 1 nothing fits, gathers and copies cannot be hidden, or the model, the machine or a module's name
 is unknown (the message says which), 2 another option is wrong. docs/plan.md says how far predictions are
@@ -46,7 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with config.json; weights need not be there",
     )
     add("--gpus", type=count, default=1, metavar="N", help="of one host (default: 1)")
-    add("--seq", type=count, required=True, metavar="S", help="tokens of a sequence")
+    add(
+        "--seq-len", type=count, default=SEQ_LEN, metavar="S",
+        help=f"tokens of a sequence (default: {SEQ_LEN}, as finetune's)",
+    )  # fmt: skip
     add(
         "--batch-size",
         type=count,
@@ -116,17 +120,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Every expected failure becomes one line on stderr and an exit code."""
     from lorakernels.train.errors import FinetuneError, OptionError
+    from lorakernels.train.model_folder import why_no_model
     from lorakernels.train.preflight import check_length, read_config
 
     try:
-        file = Path(args.model) / "config.json"
-        if not file.is_file():
-            return _fail(f"model: {file} is not there", 1)
-        config = read_config(Path(args.model))
-        check_length(config.get_text_config(), args.seq)
+        folder = Path(args.model)
+        if (why := why_no_model(folder)) is not None:
+            return _fail(why, 1)
+        config = read_config(folder)
+        check_length(config.get_text_config(), args.seq_len)
         print(_plan(config, args))
     except OptionError as error:
-        return _fail(str(error).replace("seq_len", "seq"), 2)
+        return _fail(str(error), 2)
     except (FinetuneError, ValueError, TypeError) as error:
         return _fail(str(error), 1)
     return 0
@@ -141,7 +146,7 @@ def _plan(config: object, args: argparse.Namespace) -> object:
     return ShardPlan.of(
         config,
         args.memory,
-        (args.batch_size, args.seq),
+        (args.batch_size, args.seq_len),
         PlanAxes(args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer, args.tp),
         lora=lora,
         machine="probe" if args.probe else args.machine,

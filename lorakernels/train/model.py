@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lorakernels import BaseFiles, ContextParallel, change_of_logits, load_quantized
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.loss import chunked_cross_entropy
+from lorakernels.train.model_folder import why_no_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, attention_mask
 from lorakernels.train.ranks import Ranks
@@ -97,15 +98,9 @@ def check_directory(directory: Path) -> None:
     Raises:
         ModelError: a file is missing or broken, or the directory holds an adapter.
     """
-    if not directory.is_dir():
-        hint = f"; to download it: hf download {directory} --local-dir DIR"
-        raise ModelError(
-            f"model directory {directory} does not exist or is not a directory"
-            f"{hint if len(directory.parts) == 2 and not directory.is_absolute() else ''}"
-        )
+    if (why := why_no_model(directory)) is not None:
+        raise ModelError(why)
     config = directory / "config.json"
-    if not config.is_file():
-        raise ModelError(f"model directory {directory} has no config.json")
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -8,7 +8,7 @@ torchtune.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 PEERS = {
@@ -43,9 +43,12 @@ PEERS = {
     "fp8": ("load_in_fp8", "use_fp8"),
     "seq_len": (
         "max_seq_length", "max_seq_len", "max_length", "sequence_len", "sequence_length", "cutoff_len", "block_size",
-        "model_max_length",
+        "model_max_length", "seq",
     ),
-    "batch_size": ("micro_batch_size", "per_device_train_batch_size", "train_batch_size"),
+    "batch_size": (
+        "micro_batch_size", "per_device_train_batch_size", "train_batch_size", "per_device_eval_batch_size",
+        "eval_batch_size", "per_gpu_train_batch_size",
+    ),
     "grad_accum": ("gradient_accumulation_steps", "gradient_accumulation", "accumulate_grad_batches"),
     "steps": ("max_steps", "num_steps", "num_train_steps"),
     "epochs": ("num_train_epochs", "num_epochs"),
@@ -56,17 +59,22 @@ PEERS = {
     "load_best_model_at_end": ("save_best", "keep_best"),
     "early_stopping_patience": ("early_stopping_steps", "early_stopping", "patience"),
     "early_stopping_threshold": ("min_delta", "early_stopping_min_delta"),
-    "logger": ("report_to", "loggers", "log_to"),
+    "logger": ("report_to", "loggers", "log_to", "use_wandb"),
+    "run_name": ("wandb_name", "wandb_run_name", "wandb_run_id"),
+    "merge": ("save_merged", "save_method", "merge_lora", "merge_adapter", "merge_and_unload"),
+    "cp": ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size"),
+    "pp": ("pipeline_parallel_size",),
+    "tp": ("tensor_parallel_size", "tp_size"),
     "min_lr_ratio": ("min_lr", "cosine_min_lr_ratio"),
     "warmup": ("warmup_steps", "warmup_ratio", "num_warmup_steps"),
     "beta1": ("adam_beta1",),
     "beta2": ("adam_beta2",),
     "max_grad_norm": ("gradient_clipping", "clip_grad_norm", "grad_clip"),
-    "eval_fraction": ("val_set_size", "val_size", "test_size"),
-    "eval_every": ("eval_steps", "evals_per_epoch"),
-    "save_every": ("save_steps", "saves_per_epoch"),
+    "eval_fraction": ("val_set_size", "val_size", "test_size", "do_eval", "test_split_ratio"),
+    "eval_every": ("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"),
+    "save_every": ("save_steps", "saves_per_epoch", "save_strategy", "checkpointing_steps"),
     "keep": ("save_total_limit",),
-    "log_every": ("logging_steps",),
+    "log_every": ("logging_steps", "logging_strategy"),
     "eager": ("enforce_eager",),
     "graphs": ("cuda_graphs",),
     "attention": (
@@ -110,8 +118,16 @@ def near(name: str, known: Collection[str]) -> list[str]:
     return [each for each in ours if each in known][:3]
 
 
-def unknown_argument(words: Sequence[str], known: Collection[str]) -> str:
-    """The message about words of a command line that are none of the `known` options."""
+def why_absent(name: str, known: Collection[str], absent: Mapping[str, str]) -> str | None:
+    """What `absent`, {name: why not}, says of the name that `name` most likely is. None: it is nearer to an option."""
+    closest = difflib.get_close_matches(name, [*known, *OURS, *absent], 1, 0.8)
+    return absent.get(closest[0]) if closest else None
+
+
+def unknown_argument(
+    words: Sequence[str], known: Collection[str], absent: Mapping[str, str] | None = None
+) -> str:
+    """The message about words of a command line that are none of the `known` options. `absent`: {name: why not}."""
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {words[0]!r}: a switch takes no value, --no-NAME turns it off"
@@ -119,9 +135,10 @@ def unknown_argument(words: Sequence[str], known: Collection[str]) -> str:
     if name in GONE:
         return f"{flag}: {GONE[name]}: drop it"
     negated = name.startswith("no_") and name not in OURS
-    prefix = "--no-" if negated else "--"
-    found = near(name.removeprefix("no_") if negated else name, known)
-    flags = [prefix + each.replace("_", "-") for each in found]
+    prefix, name = ("--no-", name.removeprefix("no_")) if negated else ("--", name)
+    if why := why_absent(name, known, absent or {}):
+        return f"unknown option {flag}: {why}"
+    flags = [prefix + each.replace("_", "-") for each in near(name, known)]
     return f"unknown option {flag}; " + (
         f"did you mean {' or '.join(flags)}?" if flags else "see --help"
     )

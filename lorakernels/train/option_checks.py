@@ -51,18 +51,13 @@ def check_options(options: FinetuneOptions) -> None:
 
 
 def _check_files(options: FinetuneOptions) -> None:
-    if options.output is None:
-        raise OptionError("output is missing: give --output DIR")
     if options.demo and (
         options.model or options.data or options.eval_data or options.chat_template
     ):
         raise OptionError(
             "demo brings its own model and data: drop --demo, or drop --model, --data, --eval-data, --chat-template"
         )
-    if not options.demo and not options.model:
-        raise OptionError("model is missing: give --model DIR or --demo")
-    if not options.demo and not options.data and not options.jobs:
-        raise OptionError("data is missing: give --data FILE...")
+    _check_needed(options)
     weights = options.data_weights
     if weights and len(weights) != len(options.data):
         raise OptionError(
@@ -76,6 +71,22 @@ def _check_files(options: FinetuneOptions) -> None:
         raise OptionError(
             f"merge: output {options.output} must not be inside model {options.model}"
         )
+
+
+def _check_needed(options: FinetuneOptions) -> None:
+    """Name all that a run needs and lacks at once."""
+    flags = {}
+    if not options.demo and not options.model:
+        flags["model"] = "--model DIR"
+    if not options.demo and not options.data and not options.jobs:
+        flags["data"] = "--data FILE..."
+    if options.output is None:
+        flags["output"] = "--output DIR"
+    if flags:
+        *first, last = flags
+        lacking = f"{', '.join(first)} and {last} are" if first else f"{last} is"
+        demo = ", or --demo" if "model" in flags else ""
+        raise OptionError(f"{lacking} missing: give {' '.join(flags.values())}{demo}")
 
 
 def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:

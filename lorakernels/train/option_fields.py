@@ -27,6 +27,12 @@ def option(
     return field(default=default, metadata=about(group, text, metavar, choices))
 
 
+def names_of(items: list[str]) -> list[str]:
+    """Names that spaces, commas or both separate. Where there are none, the items stay, for the check to name them."""
+    return [name for item in items for name in item.replace(",", " ").split()] or items
+
+
 def targets_of(names: list[str]) -> str | list[str]:
     """target_modules of the command line as `LoRAConfig` takes them."""
+    names = names_of(names)
     return ALL_LINEAR if names == [ALL_LINEAR] else names

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
+from lorakernels.train.absent_names import ABSENT
 from lorakernels.train.errors import OptionError, require
-from lorakernels.train.names import GONE, near
+from lorakernels.train.names import GONE, near, why_absent
+from lorakernels.train.option_fields import names_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.yaml_text import load_yaml
 
 Kind = tuple[type, bool, bool]
+LISTS_OF_NAMES = {"target_modules", "exclude_modules", "target_parameters", "logger"}
 
 
 def kinds() -> dict[str, Kind]:
@@ -92,17 +95,20 @@ def read_yaml(path: str) -> dict[str, Any]:
         if name in GONE:
             continue
         if name not in known:
-            found = near(name, known)
-            hint = (
-                f"did you mean {' or '.join(found)}?"
-                if found
-                else f"known: {', '.join(sorted(known))}"
-            )
-            raise OptionError(f"{path}: unknown option {key!r}; {hint}")
+            raise OptionError(f"{path}: unknown option {key!r}{_hint(name, known)}")
         if name in values:
             raise OptionError(f"{path}: {name} is given twice, once with a dash: leave one out")
         values[name] = _typed(name, value, known[name], path)
     return values
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    if why := why_absent(name, known, ABSENT):
+        return f": {why}"
+    meant = near(name, known)
+    return (
+        f"; did you mean {' or '.join(meant)}?" if meant else f"; known: {', '.join(sorted(known))}"
+    )
 
 
 def resolve(given: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> FinetuneOptions:
@@ -115,6 +121,8 @@ def resolve(given: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> Finet
     config = given.pop("config", None)
     values = read_yaml(config) if config else {}
     values.update(given)
+    for name in LISTS_OF_NAMES & set(values):
+        values[name] = names_of(values[name])
     if values.get("demo"):
         values = {**demo_defaults, **values}
     options = FinetuneOptions(**values)

@@ -106,8 +106,8 @@ class FinetuneOptions(RunningOptions):
         default_factory=lambda: ["all-linear"],
         metadata=about(
             "adapter",
-            "module names to adapt, by PEFT's rules; all-linear means every linear layer except the "
-            "output head",
+            "module names to adapt, by PEFT's rules, with spaces or commas between them; all-linear means every linear "
+            "layer except the output head",
             metavar="NAME",
         ),
     )

@@ -54,4 +54,4 @@ def test_a_recipe_can_be_planned_and_its_options_are_known(
     assert main(shlex.split(plan)) == 0
     assert "tokens a second" in capsys.readouterr().out
     options = resolve({"config": str(FOLDER / recipe.file), "output": "out"}, {})
-    assert f"--seq {options.seq_len} " in plan and options.model == f"models/{model}"
+    assert f"--seq-len {options.seq_len} " in plan and options.model == f"models/{model}"

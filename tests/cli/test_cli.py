@@ -27,10 +27,22 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["doktor"], "invalid choice: 'doktor'"),
-        ([], "required: COMMAND"),
-        (["doctor", "--jason"], "lorakernels doctor: error: unrecognized arguments: --jason"),
-        (["doctor", "--js"], "lorakernels doctor: error: unrecognized arguments: --js"),
+        (["doktor"], "unknown command 'doktor'; did you mean doctor?"),
+        (["train"], "unknown command 'train'; did you mean finetune?"),
+        (["fine-tune", "--r", "8"], "unknown command 'fine-tune'; did you mean finetune?"),
+        (["merge"], "unknown command 'merge'; did you mean export?"),
+        (["benchmark"], "unknown command 'benchmark'; did you mean bench?"),
+        (["zzz"], "unknown command 'zzz'; there are doctor, bench, finetune, plan, export"),
+        (
+            ["doctor", "--jason"],
+            "lorakernels doctor: error: unknown option --jason; did you mean --json?",
+        ),
+        (
+            ["doctor", "--js"],
+            "lorakernels doctor: error: unknown option --js; did you mean --json?",
+        ),
+        (["doctor", "cpu"], "lorakernels doctor: error: unexpected argument 'cpu'"),
+        (["finetune", "--load-in-4bit"], "option --load-in-4bit: there is no 4-bit or 8-bit base"),
         (["finetune", "--learning-rate", "1e-3"], "option --learning-rate; did you mean --lr?"),
         (["finetune", "--lora-d", "0"], "option --lora-d; did you mean --"),
         (["finetune", "--r", "four"], "argument --r: invalid int value: 'four'"),
@@ -45,6 +57,14 @@ def test_wrong_usage_exits_with_2(
     assert exit_info.value.code == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1, "one line, without the usage"
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([])
+    assert exit_info.value.code == 0
+    told = capsys.readouterr().out
+    assert told.startswith("usage: lorakernels") and all(name in told for name in COMMANDS)
 
 
 @pytest.mark.parametrize("module", ["lorakernels", "lorakernels.cli"])

@@ -33,7 +33,7 @@ def test_export_writes_what_it_says(made, format, capsys):
     assert run(made, "--format", format) == 0
     out = capsys.readouterr().out
     assert f"{made[1] / 'output'}: {format}" in out and "4 layers merged" in out
-    assert ("in bf16 all the same: lm_head" in out) == (format == "fp8")
+    assert ("kept in bf16: lm_head" in out) == (format == "fp8")
     reload(made[1] / "output")
     assert run(made) == 1
     assert "lorakernels export: error: output" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from lorakernels.cli.finetune import add_arguments, unknown
+from lorakernels.train.absent_names import ABSENT
 from lorakernels.train.errors import OptionError
 from lorakernels.train.names import PEERS, near
 from lorakernels.train.option_sources import kinds, resolve
@@ -54,6 +55,7 @@ def test_precedence_is_defaults_demo_file_command_line(tmp_path: Path) -> None:
         ("learning-rate: 3", "unknown option 'learning-rate'; did you mean lr?"),
         ("micro_batch_sise: 3", "unknown option 'micro_batch_sise'; did you mean batch_size"),
         ("weight-layout: both", "weight_layout: there is no such option any more, as a second, tr"),
+        ("load_in_4bit: true", "unknown option 'load_in_4bit': there is no 4-bit or 8-bit base"),
         ("zzz: 3", "unknown option 'zzz'; known: attention, "),
         ("r: true", "r must be of type int, got True"),
         ("lr: fast", "lr must be of type float, got 'fast'"),
@@ -120,8 +122,12 @@ def test_a_mapping_of_yaml_may_be_merged_with_several() -> None:
             {"target_modules": ["all-linear", "lm_head"]},
             "target_modules: all-linear stands alone, found it beside lm_head",
         ),
-        ({"output": None}, "output is missing"),
-        ({"data": []}, "data is missing"),
+        ({"output": None}, "output is missing: give --output DIR"),
+        ({"data": []}, "data is missing: give --data FILE..."),
+        (
+            {"model": None, "data": [], "output": None},
+            "model, data and output are missing: give --model DIR --data FILE... --output DIR, or --demo",
+        ),
         ({"shard_base": True, "fp8": False}, "shard_base shards a base in FP8"),
         ({"shard_embeddings": True}, "shard_embeddings splits embedding and head as shard_base"),
         ({"offload": 1.0}, "offload must be at least 0 and below 1, got 1.0"),
@@ -225,6 +231,19 @@ def test_example_config_is_valid() -> None:
         ("--konfig a", "unknown option --konfig; did you mean --config?"),
         ("--zzz", "unknown option --zzz; see --help"),
         (
+            "--load-in-4bits",
+            "unknown option --load-in-4bits: there is no 4-bit or 8-bit base; the base is in FP8",
+        ),
+        ("--bits 4", "unknown option --bits: there is no 4-bit or 8-bit base; the base is in FP8"),
+        ("--packing", "unknown option --packing: rows are always packed"),
+        ("--no-packing", "unknown option --no-packing: rows are always packed"),
+        ("--push_to_hub", "unknown option --push_to_hub: nothing is uploaded"),
+        (
+            "--per_device_eval_batch_size=2",
+            "unknown option --per_device_eval_batch_size; did you mean --batch-size?",
+        ),
+        ("--report_to wandb", "unknown option --report_to; did you mean --logger?"),
+        (
             "--weight-layout both",
             "--weight-layout: there is no such option any more, as a second, ",
         ),
@@ -245,8 +264,24 @@ def test_an_option_that_a_command_does_not_have_is_not_suggested() -> None:
 
 def test_peers_names_stand_for_options_and_are_none_themselves() -> None:
     names = [peer for peers in PEERS.values() for peer in peers]
-    assert set(PEERS) <= set(kinds()) and not set(names) & set(kinds())
-    assert len(names) == len(set(names))
+    assert set(PEERS) <= set(kinds()) and not {*names, *ABSENT} & set(kinds())
+    assert len(names) == len(set(names)) and not set(ABSENT) & set(names)
+
+
+@pytest.mark.parametrize(
+    "names",
+    ["q_proj,v_proj", "q_proj, v_proj", ["q_proj,", "v_proj"], ["q_proj", "v_proj"]],
+    ids=["commas", "commas and spaces", "words with commas", "a list"],
+)
+@pytest.mark.parametrize("option", ["target_modules", "exclude_modules", "target_parameters"])
+def test_commas_separate_names(tmp_path: Path, option: str, names: str | list[str]) -> None:
+    """On the command line each word is an item; in YAML a string is the only item."""
+    words = names if isinstance(names, list) else [names]
+    assert getattr(resolve({**GIVEN, option: words}, {}), option) == ["q_proj", "v_proj"]
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({option: names}))
+    options = resolve({**GIVEN, "config": str(config)}, {})
+    assert getattr(options, option) == ["q_proj", "v_proj"]
 
 
 def test_choices_of_attention_are_those_of_fuse() -> None:
