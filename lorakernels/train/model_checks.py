@@ -135,7 +135,7 @@ def check_model(model: Any, isolate: bool = True) -> None:
         model: with adapters, on its device.
         isolate: whether the job computes packed documents apart. Otherwise each row is one causal sequence.
     """
-    with _evaluating(model):
+    with evaluating(model):
         try:
             _refuse_wrong(model, isolate)
         except ModelError as error:
@@ -182,7 +182,8 @@ def _refuse_differences(name: str, changes: Isolation | Causality, usual: float)
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside the context, the model is in eval mode."""
     training = model.training
     model.eval()
     try:

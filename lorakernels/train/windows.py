@@ -7,11 +7,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, window_of
-from lorakernels.train.model_checks import isolation
+from lorakernels.train.model_checks import evaluating, isolation
 from lorakernels.train.options import FinetuneOptions
 
 NARROW = 4  # fewer tokens than the documents of `isolation` have
@@ -23,11 +21,12 @@ def check_windows(model: Any, options: FinetuneOptions) -> None:
     Raises:
         OptionError: seq_len is above the window, and documents see each other.
     """
-    config = decoder_and_head(model)[0].config.get_text_config()
+    decoder: Any = decoder_and_head(model)[0]
+    config = decoder.config.get_text_config()
     window = window_of(config, options.seq_len)
     if window is None or not options.isolate_documents:
         return
-    with _narrowed(config), _evaluating(model):
+    with _narrowed(config), evaluating(model):
         seen = isolation(model)
     if not max(seen.neighbour, seen.place) <= seen.rounding:
         raise OptionError(
@@ -44,13 +43,3 @@ def _narrowed(config: Any) -> Iterator[None]:
         yield
     finally:
         config.sliding_window = window
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

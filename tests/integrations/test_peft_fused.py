@@ -362,23 +362,6 @@ def test_a_merged_adapter_is_not_replayed_as_an_active_one(fp8: Any) -> None:
     attached.detach()
 
 
-@pytest.mark.parametrize("call", ["merge_and_unload", "unload"])
-def test_unloading_a_fused_model_is_refused(call: str) -> None:
-    model = peft_model(fp8=None)
-    on = logits(model)
-    fuse(model)
-    modules = dict(model.named_modules())
-    with pytest.raises(ValueError, match=r"fused layer's adapters cannot be unloaded: .*unfuse"):
-        getattr(model, call)()
-    assert dict(model.named_modules()) == modules
-    unfuse(model)
-    unloaded = getattr(model, call)()
-    kinds = {n.rpartition(".")[2]: type(m) for n, m in unloaded.named_modules()}
-    assert [k for k in kinds if k.endswith("_proj") and kinds[k] is not nn.Linear] == ["up_proj"]
-    if call == "merge_and_unload":
-        torch.testing.assert_close(logits(unloaded), on, **FP32)
-
-
 @BASES
 def test_what_a_fused_model_saves_loads(fp8: Any, tmp_path: Path) -> None:
     model = peft_model(fp8=fp8)
