@@ -37,7 +37,7 @@ from lorakernels.parallel.context_rows import (
     refused,
     to_document_end,
 )
-from lorakernels.parallel.known_tokens import vocabulary_of
+from lorakernels.parallel.known_tokens import Turns, vocabulary_of
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import check_equal
@@ -53,12 +53,13 @@ class ContextParallel:
         model: the model, which now runs on this rank's tokens.
         ranks: the group, and this rank's place in it.
         checks_places: whether each call looks at where documents begin, for which the host waits for the device, and
-            `loss` at whether inputs fit on all ranks. Leave it out where rows are right by the way they are made.
+            `loss` at whether inputs fit and are equal on all ranks, on a GPU in one call of 64. Leave it out where rows
+            are right by the way they are made.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self.model, self.ranks, self.checks_places = model, ranks, True
-        self._changes = Changes()
+        self._changes, self._turns = Changes(), Turns()
         self._plain: Tensor | None = None  # positions of rows that are one document each, made here
         self._angles: list[DocumentAngles] = []  # which need to know where a rank's documents end
         self._dynamic = 0  # tokens that dynamic RoPE lets a document have; 0 without it
@@ -106,9 +107,9 @@ class ContextParallel:
         Raises:
             RuntimeError: the model was cut into stages, which `PipelineParallel.forward_backward` runs.
             TypeError: another input.
-            ValueError: a shape or dtype does not fit, ranks have other shapes, modes or items, positions jump without
-                `cu_seq_lens_q`, or it does not reach the end, or has a document longer than `max_length_q`. All ranks
-                raise if one does.
+            ValueError: a shape or dtype does not fit, ranks have other shapes, values, modes or items, positions jump
+                without `cu_seq_lens_q`, or it does not reach the end, or has a document longer than `max_length_q`. All
+                ranks raise if one does.
         """
         if Cut.of(self.model) is not None:
             raise RuntimeError(
@@ -116,7 +117,9 @@ class ContextParallel:
             )
         asked = Asked(labels, items, inputs)
         give = partial(self._given, asked)
-        given = agreed(self.model, self.ranks, asked, give) if self.checks_places else give()
+        if not self.checks_places:
+            return mean_loss(self.model, self.ranks.group, give())
+        given = agreed(self.model, self.ranks, asked, give, self._turns.next())
         return mean_loss(self.model, self.ranks.group, given)
 
     @torch.no_grad()

@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from lorakernels.parallel import comm
 from lorakernels.parallel.context_rows import chunks_of
 from lorakernels.parallel.head import IGNORE, sum_of_losses
-from lorakernels.parallel.known_tokens import refuse_unknown
+from lorakernels.parallel.known_tokens import (
+    check_values,
+    digest_of,
+    digests,
+    refuse_unknown,
+)
 from lorakernels.parallel.tensor_ranks import Ranks
 
 # what transformers' models take, and dimension 1 is a row's tokens
@@ -106,21 +111,25 @@ def targets(labels: Tensor, items: Any) -> tuple[Tensor, Tensor]:
     return shifted, torch.as_tensor(count, dtype=torch.float32, device=labels.device)
 
 
-def agreed(model: nn.Module, ranks: Ranks, asked: Asked, give: Callable[[], Given]) -> Given:
-    """Collective: what `give` gives, if it is right on all ranks. They wait on the host, not for a device.
+def agreed(
+    model: nn.Module, ranks: Ranks, asked: Asked, give: Callable[[], Given], on_gpu: bool
+) -> Given:
+    """Collective: what `give` gives, if it is right on all ranks. They wait on the host.
 
     Args:
         model: what runs.
         ranks: who share the rows.
         asked: what this rank is asked for.
         give: makes this rank's part of it, or raises.
+        on_gpu: whether values on a GPU are compared, for which the host waits.
 
     Raises:
-        ValueError: ranks are asked for other shapes, modes or items, or another rank raised.
+        ValueError: ranks are asked for other shapes, values, modes or items, or another rank raised.
         Exception: what `give` raises.
     """
     group = comm.on_host(ranks.group, next(model.parameters()).device)
     error: Exception | None = None
+    values: dict[str, int] = {}
     form: tuple[int, ...] | None = None
     how = f"training {model.training}, gradients {torch.is_grad_enabled()}, items "
     how += repr(asked.items) if isinstance(asked.items, Real) else type(asked.items).__name__
@@ -128,17 +137,21 @@ def agreed(model: nn.Module, ranks: Ranks, asked: Asked, give: Callable[[], Give
         given = give()
         refuse_unknown(model, asked.inputs.get("input_ids"), asked.labels)
         form = (*asked.labels.shape, "cu_seq_lens_q" in given.inputs, given.looked_at)
-        form += (zlib.crc32(how.encode()),)
+        values = digests({"labels": asked.labels, "items": asked.items, **asked.inputs}, on_gpu)
+        form += (zlib.crc32(how.encode()), digest_of(values))
     except Exception as found:  # any: the other ranks wait below
         error = found
-    if comm.alike(group, 5, form):
+    if comm.alike(group, 6, form):
         return given
     with comm.together(group):
         if error is not None:
             raise error
-    forms, hows = zip(*comm.agree(group, (form[:4] if form else None, how)), strict=True)
+    mine = form[:4] if form else None, how, values
+    forms, hows, digested = zip(*comm.agree(group, mine), strict=True)
     if len({*hows}) > 1:
         raise ValueError(f"all ranks must have equal modes and items, found by rank {[*hows]}")
+    if len({*forms}) == 1:
+        check_values([*digested], "share rows")
     said = [
         [*rows, "cu_seq_lens_q" if packed else "position_ids" if places else "neither"]
         for *rows, packed, places in forms

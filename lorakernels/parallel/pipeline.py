@@ -23,23 +23,20 @@ from lorakernels.modules.angles import angles_by_document
 from lorakernels.parallel import comm, pipeline_cut
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.head import IGNORE
-from lorakernels.parallel.known_tokens import refuse_unknown
+from lorakernels.parallel.known_tokens import Turns, digests, refuse_unknown
 from lorakernels.parallel.pipeline_check import (
-    Asked,
     agreed_slots,
     check,
-    check_agreed,
-    check_inputs,
     check_numbers,
     check_ranks,
     fingerprint,
     generators,
-    own_inputs,
     places_of,
     states_of,
 )
 from lorakernels.parallel.pipeline_cut import Cut, stages_of
 from lorakernels.parallel.pipeline_engine import as_it_was, engine
+from lorakernels.parallel.pipeline_inputs import Asked, check_agreed, check_inputs, own_inputs
 from lorakernels.parallel.pipeline_own import OwnStages
 from lorakernels.parallel.pipeline_stages import (
     Batch,
@@ -73,9 +70,9 @@ class PipelineParallel:
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
         transport: how stages send what the next one gets: "peer", "nccl" or "gloo".
         loss_chunk: number of tokens whose logits exist at the same time.
-        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and have one form, and
-            whether their layers can run. Where ranks share rows, `ContextParallel.checks_places` says so of
-            `forward_backward` and `loss`, and this of `run`.
+        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and are equal, on a GPU in
+            one step of 64, and whether their layers can run. Where ranks share rows, `ContextParallel.checks_places`
+            says so of `forward_backward` and `loss`, and this of `run`.
         offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
             torch's CPU generator has before the step. Replayed layers keep that of their capture. So advance `offsets`
             by the microbatches after each step: the pipeline does not, and masks would repeat.
@@ -92,6 +89,7 @@ class PipelineParallel:
         self.ranks, self.stages = cut.ranks, cut.stages
         self.transport, self._why = by
         self._own = OwnStages(model, cut, slots)
+        self._turns = Turns()
         self._schedules: dict[bool, tuple[Any, Any]] = {}
         cut.mark(model)
         vars(model)[_OF_MODEL] = self
@@ -222,7 +220,7 @@ class PipelineParallel:
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         context, ranks, group = self.context, 1, self.ranks.group
-        asked = Asked(labels, items, inputs, trains, self._own.how)
+        asked = Asked(labels, items, inputs, trains, self._own.how, self._turns.next())
 
         def check() -> None:
             check_inputs(asked, self.microbatches, context is not None)
@@ -234,7 +232,7 @@ class PipelineParallel:
             inputs = own_inputs(context, group, together, asked, check)
             ranks = context.ranks.size
         elif self.checks_inputs:
-            check_agreed(self._own.groups(), asked, check)
+            check_agreed(self._own.groups(), asked, check, asked.values)
         else:
             check()
         wanted = shifted(labels)
@@ -268,10 +266,20 @@ class PipelineParallel:
         if self.checks_inputs:
             rows = [list(each.tokens.shape) for each in microbatches]
             asked = f"backward {trains}; {self._own.how}; microbatches of {rows}"
-            check_agreed(self._own.groups(), asked, refuse)
+            values = partial(digests, self._values_of(microbatches), self._turns.next())
+            check_agreed(self._own.groups(), asked, refuse, values)
         else:
             refuse()
         return self._run(self._batch(microbatches, items, begins), trains)
+
+    def _values_of(self, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
+        """What must be equal on all ranks that have stages. Where others share rows, they have other tokens."""
+        if self.context is not None:
+            return {}
+        tensors = [{"input_ids": m.tokens, "labels": m.labels, **m.inputs} for m in microbatches]
+        return {
+            f"{n} of microbatch {i}": x for i, each in enumerate(tensors) for n, x in each.items()
+        }
 
     def _run(self, batch: Batch, trains: bool) -> Tensor:
         tokens = torch.cat([each.tokens for each in batch.microbatches])

@@ -14,12 +14,12 @@ from lorakernels.parallel import comm
 from lorakernels.parallel.context import ContextParallel
 from lorakernels.parallel.pipeline_check import (
     check_running,
-    check_shapes,
     dtype_of,
     slots_before,
 )
 from lorakernels.parallel.pipeline_cut import Cut
 from lorakernels.parallel.pipeline_engine import Sent
+from lorakernels.parallel.pipeline_inputs import check_shapes
 from lorakernels.parallel.pipeline_stages import Batch, Draws, LayerDraws, Stage
 from lorakernels.state.philox import PhiloxState
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.parallel import comm
+from lorakernels.parallel.known_tokens import Turns
 from lorakernels.parallel.row_exchange import row_exchange
 from lorakernels.parallel.tensor_check import (
     Found,
@@ -29,7 +30,7 @@ from lorakernels.parallel.tensor_check import (
     scales,
 )
 from lorakernels.parallel.tensor_fused import split_parts
-from lorakernels.parallel.tensor_inputs import check_inputs
+from lorakernels.parallel.tensor_inputs import check_call, check_inputs
 from lorakernels.parallel.tensor_ranks import Ranks
 from lorakernels.parallel.tensor_rows import Rows
 from lorakernels.parallel.tensor_split import Cut, LoadedParts, split_linear, split_vocabulary
@@ -45,15 +46,17 @@ class TensorParallel:
         ranks: the group, this rank's place in it, and whether rows are split.
         cuts: {path: Cut} of the split layers.
         mesh: the one-dimensional DeviceMesh of the group.
-        checks_inputs: whether `loss` asks all ranks, on the host, whether its arguments fit and have one form. Leave it
-            out where they are right by the way they are made.
+        checks_inputs: whether `loss` asks all ranks, on the host, whether its arguments fit and are equal. Values on a
+            GPU are compared in one call of 64, for which the host waits. A call of the model asks so, too. Leave it out
+            where they are right by the way they are made.
     """
 
     def __init__(
         self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any, why: str
     ) -> None:
         self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
-        self.checks_inputs = True
+        self.checks_inputs, self._turns = True, Turns()
+        self._looked = False  # whether `loss` has looked at what the model gets
         self._why = why  # rows are exchanged as they are
         self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
 
@@ -68,17 +71,31 @@ class TensorParallel:
         Raises:
             TypeError: there are no rows, or `items` is no number.
             ValueError: the model was split without `vocabulary=True`; labels do not fit the rows, or ranks' arguments
-                have other shapes or dtypes. All ranks raise if one does.
+                have other shapes, dtypes or values. All ranks raise if one does.
         """
         head = self.model.get_output_embeddings() if self._vocabulary else None  # type: ignore[operator]
         if not isinstance(head, VocabularyHead):
             raise ValueError("loss needs a split head: call parallelize with vocabulary=True")
         if self.checks_inputs:
-            check_inputs(self.model, self.ranks, labels, items, inputs)
+            check_inputs(self.model, self.ranks, labels, items, inputs, self._turns.next())
         base: Any = self.model.base_model
-        hidden = base(use_cache=False, **inputs).last_hidden_state
+        self._looked = True
+        try:
+            hidden = base(use_cache=False, **inputs).last_hidden_state
+        finally:
+            self._looked = False
         shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].reshape(-1)
         return head.loss(hidden.reshape(-1, hidden.shape[-1]), shifted, items)
+
+    def look_at(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Collective on CPUs, and on GPUs in one call of 64: refuse a call whose rows are not equal on all ranks.
+
+        Raises:
+            ValueError: they are not, or a token on a CPU is outside of the vocabulary. All ranks raise.
+        """
+        if self.checks_inputs and not self._looked and not torch.compiler.is_compiling():
+            inputs = dict(zip(("input_ids",), args, strict=False)) | kwargs
+            check_call(self.model, self.ranks, inputs, self._turns.next())
 
     def whole_adapters(self) -> dict[str, Tensor]:
         """Collective: {name: whole value} of the trained parameters, by their names on one GPU. All ranks get it."""
@@ -328,7 +345,10 @@ def parallelize(
         cuts = _cut(model, found, ranks, loaded)
         if vocabulary and not rows_read:
             cuts |= split_vocabulary(model, ranks)
-    return TensorParallel(model, ranks, cuts, mesh, why)
+    split = TensorParallel(model, ranks, cuts, mesh, why)
+    if hasattr(model, "get_input_embeddings"):  # a model of transformers
+        model.base_model.register_forward_pre_hook(split.look_at, with_kwargs=True)  # type: ignore[union-attr]
+    return split
 
 
 def _cut(

@@ -328,7 +328,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "loss": "RuntimeError: the model was cut into stages: call PipelineParallel.forward_backward",
         "length": "ValueError: rows over 2 ranks must have a positive multiple of 4 tokens, found (4, 10)",
         "mask": "ValueError: attention_mask must be None over ranks",
-        "a jump on one rank": "position_ids must go up by one from token to token of a row",
+        "a jump on one rank": "must have equal rows, found other values of position_ids on rank 1 than on rank 0",
         "starts": "cu_seq_lens_q must go up from 0 to all 48 tokens of 4 rows over 2 ranks, found 0 to 47",
         "other rows": "all ranks that share rows must run a step of equal rows and options, found by rank [",
         "other rows on one rank": "must run a step of equal rows and options, found by rank [",
