@@ -202,6 +202,26 @@ def test_scales_in_fewer_bytes_are_the_same_scales(powers_of_two, dtype, tmp_pat
                 assert torch.equal(found[name].float(), value.float()), name
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_base_with_one_scale_for_a_weight_gets_one_for_each_block(exported, tmp_path, shape):
+    folder, _ = exported
+    path = tmp_path / "one scale"
+    shutil.copytree(folder, path)
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        ones = {n: torch.full(shape, 2.0**-9) for n in tensors if n.endswith("_scale_inv")}
+        save_file(tensors | ones, file, {"format": "pt"})
+    write_adapter(tmp_path / "base", tmp_path / "second", target_modules=["v_proj"])
+    export_model(path, tmp_path / "second", tmp_path / "again", format="fp8")
+    before, after = tensors_of(path), tensors_of(tmp_path / "again")
+    for name, raw in before.items():
+        if raw.dtype != E4M3 or "v_proj" in name:
+            continue
+        assert after[f"{name}_scale_inv"].shape == tuple(-(-size // 128) for size in raw.shape)
+        exact = raw.float() * 2.0**-9
+        assert_within_e4m3(after[name], after[f"{name}_scale_inv"], exact)
+
+
 @pytest.mark.parametrize(
     ("sizes", "plain"),
     [

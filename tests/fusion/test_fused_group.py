@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, ops, unfuse
+from lorakernels.config import Recipe
 from lorakernels.fusion.group import MOST_VARIANTS
 from lorakernels.modules.frozen import quantize_weight
 from lorakernels.values import RowChunks
@@ -182,6 +185,62 @@ def test_columns_of_another_state_are_taken_at_the_next_forward() -> None:
     written = [names[1:] for names in (after.forward[0].tolist(), after.backward[0].tolist())]
     assert after.forward[0, 0] == after.backward[0, 0] == 0 and not before.forward[0].any()
     assert all(any(row) for row in written)
+
+
+def cast(layers: dict[str, LoRALinear], dtype: torch.dtype, factor: str) -> None:
+    for layer in layers.values():
+        parameter = getattr(layer, factor)
+        parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def step(layers: dict[str, LoRALinear]) -> None:
+    for layer in layers.values():
+        layer.lora_A.add_(0.05), layer.lora_B.mul_(1.5)
+
+
+@torch.no_grad()
+def without_values(layers: dict[str, LoRALinear]) -> None:
+    layers["v_proj"]._parameters["weight"].zero_()
+
+
+# By name; each finds the layer as those before have left it.
+CHANGES: dict[str, Callable[[dict[str, LoRALinear]], Any]] = {
+    "nothing": lambda layers: None,
+    "k switched off": lambda layers: setattr(layers["k_proj"], "disable_adapters", True),
+    "k on again": lambda layers: setattr(layers["k_proj"], "disable_adapters", False),
+    "k merged": lambda layers: layers["k_proj"].merge(),
+    "a step beside it": step,
+    "q switched off": lambda layers: setattr(layers["q_proj"], "disable_adapters", True),
+    "another step": step,
+    "k unmerged": lambda layers: layers["k_proj"].unmerge(),
+    "q on again": lambda layers: setattr(layers["q_proj"], "disable_adapters", False),
+    "A in bf16": lambda layers: cast(layers, torch.bfloat16, "lora_A"),
+    "B in bf16": lambda layers: cast(layers, torch.bfloat16, "lora_B"),
+    "v without values": without_values,
+    "k frozen": lambda layers: layers["k_proj"].lora_A.requires_grad_(False),
+    "a step again": step,
+    "all merged": lambda layers: [layer.merge() for layer in layers.values()],
+    "all unmerged": lambda layers: [layer.unmerge() for layer in layers.values()],
+}
+
+
+@pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "FP8"])
+def test_a_call_is_that_of_a_model_that_has_not_run_whatever_changes_in_between(
+    fp8: Recipe | None,
+) -> None:
+    """One change after the other. A copy has joined nothing and prepared nothing yet."""
+    model, x = adapted(targets=ATTENTION[:3], fp8=fp8), tokens()
+    fuse(model)
+    attention = model.model.layers[0].self_attn
+    layers = {name: getattr(attention, name) for name in ATTENTION[:3]}
+    for name, change in CHANGES.items():
+        change(layers)
+        for _ in range(2):
+            twin = copy.deepcopy(model)
+            found, expected = run(model, x), run(twin, x)
+            assert found.keys() == expected.keys(), name
+            assert [n for n in found if not found[n].equal(expected[n])] == [], name
 
 
 @pytest.mark.parametrize("apart", [0, 32], ids=["adjacent", "apart"])

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -70,3 +72,11 @@ def test_ranks_know_no_scale_that_is_gone(rewrite: Callable[[FP8State], Any]) ->
             assert known() == [True, 1 in columns] * 2
         rewrite(state)
         assert known() == [False] * 4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_state_shares_with_nobody(copied: Callable[[Any], Any]) -> None:
+    """Its updates would wait for ranks that have no copy."""
+    state = FP8State(["x"], DelayedScaling(), "cpu")
+    state.shared_over = ("a group",)
+    assert copied(state).shared_over == () and state.shared_over == ("a group",)

@@ -85,14 +85,16 @@ def options_of(model_dir: Path, **more: Any) -> FinetuneOptions:
         "batch_size": 2,
         "eval_fraction": 0.0,
     }
-    return FinetuneOptions(**given, steps=4, lr=1e-2, max_grad_norm=0.5, optim="sgd", **more)
+    given |= {"max_grad_norm": 0.5, **more}
+    return FinetuneOptions(**given, steps=4, lr=1e-2, optim="sgd")
 
 
+@pytest.mark.parametrize("clipped", [0.5, 1e6, 0.0], ids=["clipped", "below", "not clipped"])
 def test_gradients_norms_and_rates_are_those_of_each_alone(
-    model_dir: Path, files: dict[str, Path], tmp_path: Path
+    model_dir: Path, files: dict[str, Path], tmp_path: Path, clipped: float
 ) -> None:
     """Over a plain base, by SGD, which shows every factor. Only the divisions by numbers of tokens round otherwise."""
-    options = options_of(model_dir, data=["unused"])
+    options = options_of(model_dir, data=["unused"], max_grad_norm=clipped)
     reporter = Reporter("finetune", 1, quiet=True)
     cpu = torch.device("cpu")
     model, _ = load_adapted(model_dir, options, torch.float32, cpu, None, reporter)  # type: ignore[arg-type]

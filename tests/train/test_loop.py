@@ -205,10 +205,13 @@ def test_bad_steps_are_skipped_counted_and_finally_stop(trainer: MakeTrainer, fp
     head = made.model.get_output_embeddings()  # type: ignore[operator]
     good = head.weight.detach().clone()
     head.weight.data[7] = float("inf")
+    place = made.counters.rows
     assert made.step().skipped and made.step().skipped
     assert all(torch.equal(p, before[name]) for name, p in made.trainable.items())
+    assert made.counters.bad_rows == made.order.take(place, 4)
     head.weight.data.copy_(good)
     result = made.step()
+    assert made.counters.bad_rows == []
     assert not result.skipped and math.isfinite(result.loss) and made.counters.bad_in_a_row == 0
     assert made.counters.skipped == 2 and made.counters.step == 4
     head.weight.data[7] = float("nan")
@@ -255,6 +258,7 @@ def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> N
     first = evaluate(made.model, rows, made.options)
     assert evaluate(made.model, rows, made.options) == first
     assert torch.equal(torch.get_rng_state(), rng) and made.model.training
+    assert evaluate(made.model.eval(), rows, made.options) == first and not made.model.training
     after = made.checkpoint({})
     for key in ("forward", "backward"):
         assert torch.equal(before.state["fp8"][key], after.state["fp8"][key])
