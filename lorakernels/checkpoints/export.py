@@ -116,8 +116,10 @@ def export_model(
 
 def check_export(
     model: str | os.PathLike[str], output: str | os.PathLike[str], *, format: str = "bf16"
-) -> None:
+) -> int:
     """Check everything about an export that does not depend on the adapter. `output` may be overwritten.
+
+    Returns the bytes of the merged model's tensors.
 
     Raises:
         ValueError, FileNotFoundError: as `export_model`.
@@ -125,8 +127,9 @@ def check_export(
     config = config_of(Path(model), None)
     block = block_size_of(config)
     nothing = Adapter({}, {})
-    plan_merge(_skeleton(config), Directory(Path(model)), nothing, block, format == "fp8")
+    plan = plan_merge(_skeleton(config), Directory(Path(model)), nothing, block, format == "fp8")
     _check_target(Path(output), overwrite=True)
+    return plan.bytes
 
 
 def _skeleton(config: Any) -> Any:

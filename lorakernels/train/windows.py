@@ -23,7 +23,8 @@ def check_windows(model: Any, options: FinetuneOptions) -> None:
     Raises:
         OptionError: seq_len is above the window, and documents see each other.
     """
-    config = decoder_and_head(model)[0].config.get_text_config()
+    decoder: Any = decoder_and_head(model)[0]
+    config = decoder.config.get_text_config()
     window = window_of(config, options.seq_len)
     if window is None or not options.isolate_documents:
         return
