@@ -115,15 +115,18 @@ def export_model(
 
 def check_export(
     model: str | os.PathLike[str], output: str | os.PathLike[str], *, format: str = "bf16"
-) -> None:
+) -> int:
     """Check everything about an export that does not depend on the adapter. `output` may be overwritten.
+
+    Returns the bytes of the merged model's tensors.
 
     Raises:
         ValueError, FileNotFoundError: as `export_model`.
     """
     skeleton, files, block = _opened(Path(model))
-    plan_merge(skeleton, files, Adapter({}, {}), block, format == "fp8")
+    plan = plan_merge(skeleton, files, Adapter({}, {}), block, format == "fp8")
     _check_target(Path(output), overwrite=True)
+    return plan.bytes
 
 
 class _Opened(NamedTuple):

@@ -36,6 +36,7 @@ from lorakernels.train.checkpoint import Checkpoints
 from lorakernels.train.choices import choices
 from lorakernels.train.context import sharing
 from lorakernels.train.data.prepare import RunData, check_rows, load_data, set_chat_template
+from lorakernels.train.disk import Trained, check_room, written_by
 from lorakernels.train.errors import (
     FinetuneError,
     OptionError,
@@ -141,10 +142,12 @@ def adapt(
     options = check_run(directory, options, checkpoints, reporter, ranks)
     device = pick_device(options.device, ranks)
     dtype = pick_dtype(options.dtype, device)
-    config = ranks.together(lambda: check_job(directory, options, reporter))
+    config, trained = ranks.together(lambda: check_job(directory, options, reporter))
     tokenizer = load_tokenizer(directory)
     set_chat_template(tokenizer, options.chat_template)
-    jobs = read_jobs(options, ranks)
+    jobs, beside = read_jobs(options, ranks), tokenizer_files(tokenizer)
+    written = written_by(options, trained, beside, len(jobs) or 1)
+    ranks.on_first(lambda: check_room(options, written, len(checkpoints.steps()), reporter.say))
     data = read_data(options, config, tokenizer, jobs, reporter, ranks)
     adapted = adapted_model(directory, options, dtype, device, reporter, ranks, jobs)
     model, state = adapted.model, adapted.report.fp8_state
@@ -153,7 +156,7 @@ def adapt(
     extra = adapted.adapters
     trainer = Trainer(*given) if extra is None else JobsTrainer(extra, jobs, *given)
     session = make_session(trainer, data.held, reporter, output / METRICS, adapted.sizes)
-    beside, whole = tokenizer_files(tokenizer), partial(whole_model, model)
+    whole = partial(whole_model, model)
     files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)
     if not isinstance(trainer, JobsTrainer):
         checkpoints.adapter = files
@@ -277,8 +280,8 @@ def card(base: Path, data: RunData, session: Session) -> bytes:
     return model_card(base, options, trained_on, session.described(), sizes)
 
 
-def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> Any:
-    """Check what needs no weight. Returns the config of the model's text part."""
+def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> tuple[Any, Trained]:
+    """Check what needs no weight. Returns the config of the model's text part, and what will be trained."""
     check_directory(directory)
     lora = lora_config(options)
     return check_before_loading(directory, options, lora, reporter.say)

@@ -18,6 +18,7 @@ from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.data.tokens import TokenFile
+from lorakernels.train.disk import Trained
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options import FinetuneOptions
@@ -28,9 +29,9 @@ RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
 def check_before_loading(
     directory: Path, options: FinetuneOptions, lora: LoRAConfig, say: Callable[[str], None]
-) -> Any:
+) -> tuple[Any, Trained]:
     """Check what the model's config alone shows, and report through `say`. Returns the config of the model's text
-    part.
+    part, and what will be trained.
 
     Raises:
         OptionError: an option does not fit this model.
@@ -58,10 +59,11 @@ def check_before_loading(
         if issubclass(warning.category, UserWarning):
             say(str(warning.message))
     _check_head(model, options)
-    _check_merge(directory, options)
+    merged = _check_merge(directory, options)
     if experts := _experts(model):
         say(experts)
-    return text
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    return text, Trained(sum(p.numel() for p in adapters), len(adapters), merged)
 
 
 def read_config(directory: Path) -> Any:
@@ -136,11 +138,12 @@ def _check_head(model: Any, options: FinetuneOptions) -> None:
         )
 
 
-def _check_merge(directory: Path, options: FinetuneOptions) -> None:
+def _check_merge(directory: Path, options: FinetuneOptions) -> int:
+    """Returns the merged model's bytes, 0 if none is asked for."""
     if options.merge is None:
-        return
+        return 0
     try:
-        check_export(directory, Path(str(options.output)) / MERGED, format=options.merge)
+        return check_export(directory, Path(str(options.output)) / MERGED, format=options.merge)
     except ValueError as error:
         raise OptionError(f"merge: {error}") from error
 
