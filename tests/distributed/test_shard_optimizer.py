@@ -28,6 +28,7 @@ STEPS = 4
 # The transposed one fills its vectors: torch's kernels walk through memory, while the buffer has rows in their order.
 SHAPES = ((3, 257), (64,), (128, 8), (1,), (5, 5), (200, 3))
 BF16, UNUSED, TRANSPOSED = 4, 1, 2  # indices of SHAPES
+ALONE = 2  # the step in which only the first has a gradient
 
 
 def parameters(device: torch.device, seed: int = 0) -> list[nn.Parameter]:
@@ -50,9 +51,11 @@ def gradients(rank: int, step: int, device: torch.device) -> list[Tensor]:
 
 
 def give_gradients(params: list[nn.Parameter], rank: int, step: int) -> None:
+    """One parameter never has one, and in one step only the first has: whole buckets are without."""
     for i, grad in enumerate(gradients(rank, step, params[0].device)[: len(params)]):
         p = params[i]
-        p.grad = None if i == UNUSED else torch.empty_like(p).copy_(grad)  # strides as autograd's
+        without = i == UNUSED or (i > 0 and step == ALONE)
+        p.grad = None if without else torch.empty_like(p).copy_(grad)  # strides as autograd's
 
 
 def mesh_of(device: torch.device) -> Any:
@@ -357,7 +360,7 @@ def test_what_does_not_fit_is_refused_on_every_rank() -> None:
         assert {k: v for k, v in expected.items() if v not in found[k]} == {}, found
 
 
-def later_group(rank: int, device: torch.device) -> list[list[Tensor]]:
+def later_group(rank: int, device: torch.device) -> list[tuple[list[Tensor], dict[str, Any]]]:
     every = []
     for sharded in (True, False):
         params = parameters(device)
@@ -366,13 +369,14 @@ def later_group(rank: int, device: torch.device) -> list[list[Tensor]]:
         train(optimizer, params[:3], rank, 0, reduce=not sharded)
         optimizer.add_param_group({"params": params[3:], "lr": 0.1})
         train(optimizer, params, rank, STEPS, reduce=not sharded)
-        every.append([p.detach() for p in params])
+        every.append(([p.detach() for p in params], optimizer.state_dict()))
     return every
 
 
 def test_a_group_added_later_is_trained_and_moments_stay() -> None:
-    for ours, theirs in on("gloo", 2, later_group):
+    for (ours, state), (theirs, expected) in on("gloo", 2, later_group):
         assert all(map(torch.equal, ours, theirs))
+        same_states(state, expected)
 
 
 WIDTH = 64

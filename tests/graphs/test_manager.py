@@ -190,10 +190,13 @@ def test_disabled_and_close_are_the_eager_layers(device: torch.device) -> None:
     warm(manager, ours, device)
     launches = manager.graphs.blocks
     with manager.disabled():
-        x = next(batches(device, 1))
-        run(ours, x).sum().backward(), run(theirs, x).sum().backward()
-        same(ours, theirs)
-        manager.end_iteration()
+        for _ in range(2):
+            with manager.disabled():
+                pass
+            x = next(batches(device, 1))
+            run(ours, x).sum().backward(), run(theirs, x).sum().backward()
+            same(ours, theirs)
+            manager.end_iteration()
     assert manager.graphs.blocks == launches
     ours.zero_grad(), theirs.zero_grad()
     manager.close()

@@ -58,6 +58,68 @@ def test_a_failed_capture_leaves_nothing_and_a_second_one_succeeds() -> None:
         assert manager.phase == "replaying"
 
 
+class Factor(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_an_attribute_that_changes_again_is_seen_again(device: torch.device) -> None:
+    """Each recapture takes the value of then, and watches it from then on."""
+    ours, theirs = twins(device, 2, Factor)
+    manager = managed(ours, device)
+    warm(manager, ours, device)
+    for factor in (2.0, 3.0, 1.0, 2.0):
+        ours[1].factor = theirs[1].factor = factor
+        x = next(batches(device, 1))
+        with pytest.raises(RuntimeError, match=r"factor.*manager.recapture\(\)"):
+            run(ours, x)
+        manager.discard_iteration()
+        manager.recapture()
+        for step in range(2):
+            x = next(batches(device, 1))
+            for layers in (ours, theirs):
+                layers.zero_grad()
+                run(layers, x).sum().backward()
+            same(ours, theirs, (factor, step))
+            manager.end_iteration()
+
+
+@pytest.mark.parametrize("after_reset", [False, True], ids=["at first", "after a reset"])
+def test_an_iteration_discarded_while_recording_leaves_no_trace(
+    device: torch.device, after_reset: bool
+) -> None:
+    """Of another shape and of fewer layers, after each of its parts."""
+    ours, theirs = twins(device, 3)
+    manager = managed(ours, device, warmup_steps=2)
+    if after_reset:
+        warm(manager, ours, device)
+        manager.reset()
+        with pytest.raises(RuntimeError, match="nothing recorded yet"):
+            manager.capture()
+    for layers, backward in ((ours, True), (ours[:1], True), (ours[:2], False)):
+        y = run(layers, next(batches(device, 1, rows=5)))
+        if backward:
+            y.sum().backward()
+        manager.discard_iteration()
+        warm_up = next(batches(device, 1))
+        run(ours, warm_up).sum().backward()
+        manager.discard_iteration()
+    ours.zero_grad()
+    for step in range(5):
+        x = next(batches(device, 1))
+        for layers in (ours, theirs):
+            run(layers, x).sum().backward()
+        same(ours, theirs, step)
+        manager.end_iteration()
+        for layers in (ours, theirs):
+            layers.zero_grad()
+    assert manager.phase == "replaying" and manager.replayed == 3
+
+
 def test_recapture_takes_new_parameters(device: torch.device) -> None:
     """F30: load_state_dict(assign=True) moves every parameter."""
     ours, theirs = twins(device)

@@ -56,6 +56,26 @@ def test_a_whole_step_is_bit_equal() -> None:
     run(xs, targets)
 
 
+@pytest.mark.parametrize("how", ["reset", "recapture"])
+def test_a_graph_that_is_dropped_leaves_the_gradients(device: torch.device, how: str) -> None:
+    """In memory that is not the graph's, once and again; the steps after it go on as eager ones."""
+    model = Block().to(device)
+    twin = copy.deepcopy(model)
+    ours, theirs = Sgd(model), Sgd(twin)
+    ours.lr, theirs.lr = ours.lr.to(device), theirs.lr.to(device)
+    run = graphed(ours, device)
+    for _ in range(3):
+        for _ in range(5):
+            x = torch.randn(3, WIDTH, device=device)
+            assert torch.equal(run(x), theirs(x))
+        assert run.phase == "replaying"
+        before = [p.grad for p in model.parameters()]
+        getattr(run, how)()
+        for p, q, grad in zip(model.parameters(), twin.parameters(), before, strict=True):
+            assert torch.equal(p, q) and torch.equal(p.grad, q.grad)
+            assert p.grad.untyped_storage()._cdata != grad.untyped_storage()._cdata
+
+
 def test_replays_on_any_device(device: torch.device) -> None:
     model = Block().to(device)
     twin = copy.deepcopy(model)
