@@ -53,6 +53,10 @@ NOT_WRITTEN = {
         '"messages[2].content", of role system',
     ),
     "thoughts": (answer(content="b", reasoning_content="hm"), '"messages[1].reasoning_content"'),
+    "text of a call of OpenAI's first form": (
+        answer(content=None, function_call={"name": "f"}),
+        '"messages[1].function_call"',
+    ),
     "images": (answer(content="b", images=["a.png"]), '"messages[1].images"'),
     "a call of OpenAI's first form": (answer(content="b", function_call={"name": "f"}), '"messages[1].function_call"'),
     "documents": (
@@ -248,3 +252,41 @@ def test_thoughts_that_a_template_drops_later_are_no_error(tmp_path: Path) -> No
     row = {"messages": [*answer(content="b", reasoning_content="hm")["messages"], *turns("c", "d")]}
     file = tokens_of(jsonl(tmp_path / "a.jsonl", [row]), tokenizer)
     assert shown(file, tokenizer).startswith("user: a<eos>\nassistant: ⟦b<eos>\n⟧user: c")
+
+
+THOUGHTS = "<think>hm</think>b"
+CUT = PLAIN.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # as DeepSeek-R1's
+LAST_SYSTEM = (
+    "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+    "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ ns.system }}" + MARKED.replace(
+        "{{ m.content }}<eos>\n{% endif %}", "{% if m.role == 'user' %}{{ m.content }}<eos>\n{% endif %}{% endif %}"
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "field"),
+    [
+        (CUT, answer(content=THOUGHTS), "messages[1].content[</think>]"),
+        (LAST_SYSTEM, {"messages": turns("a", "b", system="s") + turns("c", "d", system="t")}, "messages[0].content"),
+    ],
+    ids=["thoughts in the last answer", "an earlier system prompt"],
+)  # fmt: skip
+def test_a_part_of_a_chat_that_is_cut_off_is_refused(
+    tmp_path: Path, template: str, row: dict[str, Any], field: str
+) -> None:
+    """Rows without that part come first: they say nothing of it."""
+    whole = {"messages": turns("a", "<think>\n</think>b", system="s")}
+    path = jsonl(tmp_path / "a.jsonl", [whole, {"messages": turns("a", "b", "c", "d")}, row])
+    with pytest.raises(DataError) as caught:
+        tokens_of(path, tokenizer_with(template))
+    assert f'line 3: the chat template does not write "{field}"' in str(caught.value)
+
+
+@pytest.mark.parametrize("calls", [[], None, ""], ids=["empty", "null", "an empty cell"])
+def test_an_empty_list_of_calls_is_none(tmp_path: Path, calls: Any) -> None:
+    """Some templates ask whether the field is there."""
+    tokenizer = tokenizer_with(PLAIN.replace("if m.tool_calls", "if 'tool_calls' in m"))
+    row = answer(content="b", tool_calls=calls)
+    file = tokens_of(jsonl(tmp_path / "a.jsonl", [row]), tokenizer)
+    assert shown(file, tokenizer) == "<bos>user: a<eos>\nassistant: ⟦b<eos>\n⟧"

@@ -135,7 +135,8 @@ def unread(row: Row, known: Format, example: Example) -> list[str]:
     """The fields of a row, not empty, of which nothing is in the example."""
     read = (*known.keys, *known.more, *(CHAT_FIELDS if isinstance(example, Chat) else ()))
     left = (key for key, value in row.value.items() if key not in read and not is_empty(value))
-    return [f"{key or repr(key)}{did_you_mean(str(key), read)}" for key in left]
+    absent = tuple(key for key in read if key not in row.value)
+    return [f"{key or repr(key)}{did_you_mean(str(key), absent)}" for key in left]
 
 
 def _text(row: Row, template: bool) -> Text:

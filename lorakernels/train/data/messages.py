@@ -53,7 +53,7 @@ def read_messages(row: Row, value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
-    """A message with a role that chat templates know, and all else that it has but nulls."""
+    """A message with a role that chat templates know, and all else that it has but nulls and no tool calls."""
     if not isinstance(message, dict):
         raise RowError(
             f'{row.where}: expected a message under "{field}", found {kind_name(message)}'
@@ -68,7 +68,7 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
             f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(known)}'
             f"{did_you_mean(speaker, tuple(known), 0.6)}"
         )
-    made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
+    made = {k: v for k, v in message.items() if v is not None and (k != "tool_calls" or v)}
     if spoken:
         made = {{"from": "role", "value": "content"}.get(k, k): made[k] for k in made}
     made["role"] = known[speaker]
@@ -79,7 +79,7 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
     if calls:
         listed = list_of(row, calls, f"{field}.tool_calls")
         made["tool_calls"] = [_call(row, call, f"{field}.tool_calls") for call in listed]
-    if "content" in made or not calls:
+    if "content" in made or not (calls or made.get("function_call")):
         made["content"] = _content(row, made.get("content"), f"{field}.{text}")
     return made
 

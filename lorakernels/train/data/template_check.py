@@ -16,7 +16,7 @@ from typing import Any
 from lorakernels.train.data.encode import Renderer
 from lorakernels.train.data.fields import did_you_mean, is_empty
 from lorakernels.train.data.formats import Chat
-from lorakernels.train.data.messages import TRAINED
+from lorakernels.train.data.messages import ASSISTANT, TRAINED
 from lorakernels.train.data.sources import RowError
 
 # Fields of a message that are to be learned or to be answered. The rest tells about the message.
@@ -26,6 +26,7 @@ CONTENT = (
 )  # fmt: skip
 ABOUT = ("role", "name", "id", "tool_call_id", *TRAINED)
 PROBE = "a probe"
+THOUGHT = "</think>"  # ends the thoughts of an answer
 Message = dict[str, Any]
 
 
@@ -76,10 +77,12 @@ class TemplateCheck:
         return [name for name, probe in probes if not self._writes(chat, number, probe, whole)]
 
     def _writes(self, chat: Chat, number: int, probe: Message, whole: str) -> bool:
-        """Whether the text changes with a message. Some templates write some fields of the last message only."""
+        """Whether the text changes with a message. Some templates write the thoughts of the last answer only."""
         messages = [*chat.messages[:number], probe, *chat.messages[number + 1 :]]
         changed, after = replace(chat, messages=messages), number + 1
-        return self._text(changed) != whole or self._text(changed, after) != self._text(chat, after)
+        if self._text(changed) != whole:
+            return True
+        return probe["role"] == ASSISTANT and self._text(changed, after) != self._text(chat, after)
 
     def _text(self, chat: Chat, count: int | None = None) -> str | None:
         try:
@@ -155,9 +158,10 @@ def _form(chat: Chat, number: int) -> Hashable:
     """What a template may go by when it leaves out a field of a message."""
     message = chat.messages[number]
     before = chat.messages[number - 1]["role"] if number else None
+    after = frozenset(later["role"] for later in chat.messages[number + 1 :])
     keys = frozenset(key for key, value in message.items() if not is_empty(value))
-    calls = len(message.get("tool_calls") or ())
-    return message["role"], before, keys, calls, bool(chat.tools), _settings(chat)
+    calls = len(message.get("tool_calls") or ()), _has_thoughts(message)
+    return message["role"], before, after, keys, calls, bool(chat.tools), _settings(chat)
 
 
 def _settings(chat: Chat) -> str:
@@ -166,6 +170,9 @@ def _settings(chat: Chat) -> str:
 
 def _probes(message: Message) -> Iterator[tuple[str, Message]]:
     """(the name of a field, the message with another value there) for each field that is not empty."""
+    if _has_thoughts(message):
+        answer = message["content"].rpartition(THOUGHT)[2]
+        yield f"content[{THOUGHT}]", {**message, "content": f"<think>{PROBE}{THOUGHT}{answer}"}
     for key, value in message.items():
         if key == "tool_calls":
             for number in range(len(value)):
@@ -177,6 +184,12 @@ def _probes(message: Message) -> Iterator[tuple[str, Message]]:
                         yield f"tool_calls[{number}].{part}", {**message, key: calls}
         elif key != "role" and not is_empty(value):
             yield key, {**message, key: PROBE if value != PROBE else f"not {PROBE}"}
+
+
+def _has_thoughts(message: Message) -> bool:
+    """Whether an answer's content begins with thoughts. Some templates cut them off."""
+    thoughts = str(message.get("content") or "").rpartition(THOUGHT)[0]
+    return message["role"] == ASSISTANT and bool(thoughts.replace("<think>", "").strip())
 
 
 def _variables(template: str) -> tuple[str, ...]:
