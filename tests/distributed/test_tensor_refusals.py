@@ -94,6 +94,7 @@ def edges(mesh: Any) -> dict[str, Any]:
         "beyond": both(hidden.clone(), torch.tensor([3, VOCABULARY])),
         "as without": both(lost, one) == both(hidden[:1].clone(), one[:1]),
         "token": said_by(lambda: split.model(torch.tensor([[1, VOCABULARY]]))),
+        "embedding": said_by(lambda: model.get_input_embeddings()(torch.tensor([VOCABULARY]))),
     }
 
 
@@ -364,7 +365,8 @@ def test_a_split_loss_at_its_edges(results: Any) -> None:
         edge = found["edges"]
         assert edge["none counts"] == (0.0, True) and edge["as without"]
         assert math.isnan(edge["beyond"][0]) and not edge["beyond"][1]
-        assert "index out of range" in edge["token"]
+        assert "index out of range" in edge["embedding"]
+        assert "input_ids must be in [0, 64), found 1 to 64" in edge["token"]
 
 
 def test_authors_layers_return_y_and_the_bias_that_was_skipped(results: Any) -> None:
