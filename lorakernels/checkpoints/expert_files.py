@@ -5,11 +5,12 @@
     ….mlp.experts.down_proj.E.weight [H, F]         w2, or down_proj
 
 Mixtral's files say `block_sparse_moe` for `mlp`. Each matrix is read by itself, so that experts are quantized as they
-are read, as other layers are.
+are read, as other layers are. Where each has one scale, a layer of two matrices gets that of its matrix for each block.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +26,7 @@ from lorakernels.modules.experts import LoRAExperts, stacked_experts, unstack_ow
 
 _PART = re.compile(
     r"(?P<owner>.*\.)(?:block_sparse_moe|mlp)\.experts\.(?P<number>\d+)\."
-    r"(?P<part>w1|w2|w3|gate_proj|up_proj|down_proj)\.(?P<end>weight(?:_scale_inv)?)"
+    r"(?P<part>w1|w2|w3|gate_proj|up_proj|down_proj)\.(?P<end>weight(?:_scale_inv)?|activation_scale|input_scale)"
 )
 _ROUTER = re.compile(r"(.*\.)block_sparse_moe\.gate\.weight")
 # {name in the files: (parameter, which of its halves, from the top)}
@@ -98,6 +99,9 @@ class _Experts:
     def __init__(self, source: Source, block: tuple[int, ...]) -> None:
         self.source = source
         self._parts: dict[str, tuple[str, ...]] = {}
+        self._blocks: dict[
+            str, tuple[int, int]
+        ] = {}  # of each part of a layer with one scale for each
         self._renamed: dict[str, str] = {}
         self._tensors: dict[str, TensorInfo] = {}
         found: dict[str, dict[int, str]] = {}
@@ -132,8 +136,14 @@ class _Experts:
                 f"{names[0]} has {rows} rows, expected a multiple of the block's {block[0]}: the projection below it "
                 "would begin inside a block"
             )
+        shape = first.shape
+        if expected > 1 and path.endswith("_scale_inv") and math.prod(shape) == 1:
+            n, k = self.source.tensors[names[0].removesuffix("_scale_inv")].shape
+            shape = self._blocks[path] = (-(-n // block[0]), -(-k // block[1]))
         self._parts[path] = names
-        self._tensors[path] = replace(first, shape=(rows * expected, *first.shape[1:]))
+        self._tensors[path] = replace(
+            first, shape=(shape[0] * expected, *shape[1:]) if shape else ()
+        )
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -160,6 +170,8 @@ class _Experts:
                 if name in self._renamed:
                     return one(self._renamed[name])
                 parts = [one(part) for part in self._parts[name]]
+                if name in self._blocks:
+                    parts = [part.reshape(1, 1).expand(self._blocks[name]) for part in parts]
                 return parts[0] if len(parts) == 1 else torch.cat(parts)
 
             yield whole

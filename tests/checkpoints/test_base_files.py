@@ -145,6 +145,18 @@ def test_what_is_not_read_is_said(way: str, tmp_path: Path, monkeypatch: Any) ->
         assert name in " ".join(said)
 
 
+@ways
+def test_a_mask_of_bytes_is_no_quantized_weight(way: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """Old files of GPT-NeoX hold a causal mask for each layer, which its class leaves out by its own list."""
+    monkeypatch.setattr(
+        transformers.LlamaForCausalLM, "_keys_to_ignore_on_load_unexpected", {r"self_attn\.bias$"}
+    )
+    base = write_form(tmp_path / "base", BF16)
+    mask = torch.ones(1, 1, 8, 8, dtype=torch.uint8).tril()
+    add(base, model__layers__0__self_attn__bias=mask)
+    WAYS[way](base, [])
+
+
 def test_blocks_that_transformers_would_divide_evenly_are_refused_to_it(
     tmp_path: Path, monkeypatch: Any
 ) -> None:

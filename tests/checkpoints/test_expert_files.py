@@ -188,6 +188,28 @@ def test_a_border_inside_a_block_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_one_scale_for_each_matrix_becomes_one_for_each_block(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """w1 and w3 lie in one layer and have scales of their own. The scale of an input is left out."""
+    wide(tmp_path, 256)
+    tensors, expected = in_blocks(tmp_path), []
+    for part, scale in {"w1": 1 / 16, "w2": 1 / 8, "w3": 1 / 4}.items():
+        for name in [n for n in tensors if n.endswith(f".{part}.weight")]:
+            tensors[f"{name}_scale_inv"] = torch.full(shape, scale)
+            tensors[name.replace("weight", "activation_scale")] = torch.tensor(0.5)
+        if part != "w2":
+            weight = tensors[f"model.layers.0.block_sparse_moe.experts.1.{part}.weight"]
+            expected.append(weight.float() * scale)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path, frozen="plain")
+    experts = loaded.model.model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj[1], torch.cat(expected))
+    assert len(loaded.left_out) == 4
+    assert all(name.endswith("activation_scale") for name in loaded.left_out)
+
+
 def without(folder: Path, part: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: value for name, value in tensors.items() if part not in name}
