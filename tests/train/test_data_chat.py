@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lorakernels.train.data.encode import Tokens
 from lorakernels.train.data.formats import example_of, find_format
 from lorakernels.train.data.sources import Row, RowError
 from lorakernels.train.errors import DataError
@@ -383,3 +384,15 @@ def test_rows_without_an_answer_are_counted(tmp_path: Path) -> None:
 def test_a_chat_needs_a_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no chat template: give one with --chat-template FILE"):
         tokens_of(jsonl(tmp_path / "a.jsonl", [GOOD]), tokenizer_with(None), skip_bad_rows=True)
+
+
+def test_the_text_of_a_chat_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template takes a millisecond, and there are millions of rows. Each answer needs one text more, or two."""
+    tokenizer, row = tokenizer_with(), Row("here", {"messages": MESSAGES})
+    chat, written = example_of(row, find_format(row), True), []
+    apply = tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda *a, **k: written.append(a) or apply(*a, **k)
+    )
+    assert len(list(Tokens(tokenizer).encode([chat]))) == 1
+    assert len(written) == 4

@@ -184,7 +184,9 @@ def test_rows_that_repeat_are_held_out_together(tmp_path: Path, load: Load, time
 
 def test_equal_documents_alone_are_refused_or_cut_alike(tmp_path: Path, load: Load) -> None:
     path = chats(tmp_path / "a.jsonl", *["same"] * 5)
-    with pytest.raises(DataError, match="the data is 5 documents that are all equal, of which no"):
+    with pytest.raises(
+        DataError, match="the data is 5 documents that are all equal up to seq_len, of which no"
+    ):
         load(path, eval_fraction=0.2)
     texts = jsonl(tmp_path / "b.jsonl", [{"text": "a" * 38}] * 2 + [{"text": "b"}])
     data, said = load(texts, eval_fraction=0.02)

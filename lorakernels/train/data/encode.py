@@ -16,6 +16,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -211,6 +212,15 @@ class Renderer:
         """
         if count == 0:
             return ""
+        if not ask and count in (None, len(self.chat.messages)):
+            return self._whole
+        return self._write(count, ask)
+
+    @cached_property
+    def _whole(self) -> str:
+        return self._write(None, ask=False)
+
+    def _write(self, count: int | None, ask: bool) -> str:
         with self._refusals():
             return str(
                 self.tokenizer.apply_chat_template(

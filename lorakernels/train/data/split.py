@@ -50,7 +50,11 @@ def hold_out(
 
 def _fewest_whole(file: TokenFile, spans: Spans, groups: Sequence[list[int]]) -> list[int]:
     if len(groups) < 2:
-        what = "one document" if len(spans) < 2 else f"{len(spans)} documents that are all equal"
+        what = (
+            "one document"
+            if len(spans) < 2
+            else f"{len(spans)} documents that are all equal up to seq_len"
+        )
         raise DataError(
             f"the data is {what}, of which no part can be held out: give --eval-data FILE or --eval-fraction 0"
         )
