@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
-from lorakernels.modules.apply import replace_module
+from lorakernels.modules.apply import parents_of, replace_module
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.spec import FrozenSpec
 from lorakernels.values import Weight
@@ -122,12 +122,13 @@ def convert_te_model(model: nn.Module, *, fp8: DelayedScaling | None = None) -> 
     for path in trained:
         _check_state(path, linears[path], recipe)
     state = FP8State(list(linears), recipe, devices.pop()) if len(devices) == 1 else None
+    parents = parents_of(model)
     for path, linear in linears.items():
         new = frozen_from_te_linear(linear, recipe, fp8_state=state, name=path)
         if path in trained:
             assert new.fp8_state is not None
             load_te_state(linear, new.fp8_state, path)
-        replace_module(model, linear, new)
+        replace_module(parents, linear, new)
     return list(linears)
 
 

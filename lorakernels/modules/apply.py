@@ -26,7 +26,7 @@ from lorakernels.modules.spec import FrozenSpec
 from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets, warn_of_unused
 from lorakernels.modules.trainable import add_counts
 from lorakernels.modules.trained_parts import keep_original, mark_saved
-from lorakernels.modules.undo import Before, all_or_nothing
+from lorakernels.modules.undo import all_or_nothing
 from lorakernels.modules.weights import check_plain
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.peft_config import HEADS
@@ -132,7 +132,7 @@ def _apply(
         names = [*paths, *beside]
         delayed = config.fp8 if isinstance(config.fp8, DelayedScaling) else None
         fp8_state = None if delayed is None else FP8State(names, delayed, device)
-        tied = tied_pointers(model)
+        tied, parents = tied_pointers(model), parents_of(model)
         model.requires_grad_(False)
         for site, path in enumerate(paths):
             options: dict[str, Any] = {
@@ -145,9 +145,10 @@ def _apply(
             new.site, new.rng_state = site, rng_state
             field = "target_parameters" if path in experts else "target_modules"
             reasons[path] = ("lora", f"matches {field}{_weight_note(old, new, tied)}")
-            replace_module(model, old, new)
+            replace_module(parents, old, new)
         for path in rest:
-            _hold_in_fp8(model, path, config, fp8_state, before)
+            old, spec = model.get_submodule(path), FrozenSpec(config.fp8, fp8_state, path)
+            replace_module(parents, old, before.patiently(partial(to_frozen, old, spec)))
             reasons[path] = ("frozen", "not a target, held in FP8")
         for path, layer in there.items():
             join_state(layer, path, fp8_state)
@@ -155,15 +156,6 @@ def _apply(
         guard_saving(model)
         add_counts(model)
     return LoRAReport(model, config, fp8_state, reasons, peft)
-
-
-def _hold_in_fp8(
-    model: nn.Module, path: str, config: LoRAConfig, state: FP8State | None, before: Before
-) -> None:
-    assert config.fp8 is not None
-    old = model.get_submodule(path)
-    spec = FrozenSpec(config.fp8, state, path)
-    replace_module(model, old, before.patiently(partial(to_frozen, old, spec)))
 
 
 def _train(
@@ -282,12 +274,25 @@ def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> No
             )
 
 
-def replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+Parents = dict[
+    int, list[tuple[nn.Module, str]]
+]  # {id of a module: its parents, and its names there}
+
+
+def parents_of(model: nn.Module) -> Parents:
+    """Where each module of `model` is. A shared one has several places."""
+    found: Parents = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            found.setdefault(id(child), []).append((parent, name))
+    return found
+
+
+def replace_module(parents: Parents, old: nn.Module, new: nn.Module) -> None:
     """Put `new` in place of `old` under every parent, so that a shared module stays shared."""
-    for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
-            if child is old:
-                parent._modules[name] = new
+    parents[id(new)] = parents.pop(id(old))
+    for parent, name in parents[id(new)]:
+        parent._modules[name] = new
 
 
 def _train_biases(model: nn.Module, config: LoRAConfig) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lorakernels.modules.apply import replace_module
+from lorakernels.modules.apply import parents_of, replace_module
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.holder import mark_loaded_part
 from lorakernels.modules.lora import LoRALinear
@@ -110,7 +110,7 @@ def split_linear(
         if frozen.bias is not None:
             frozen.bias.requires_grad_(layer.bias.requires_grad)
         hand_over_originals(layer, frozen)
-        replace_module(model, layer, frozen.train(layer.training))
+        replace_module(parents_of(model), layer, frozen.train(layer.training))
         layer = frozen
     assert isinstance(layer, FrozenFP8Linear)
     whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
@@ -141,7 +141,7 @@ def split_vocabulary(
             bias = nn.Parameter(own, requires_grad=False)
         head = isinstance(old, nn.Linear)
         new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
-        replace_module(model, old, new.train(old.training))
+        replace_module(parents_of(model), old, new.train(old.training))
         width = whole.shape[1]
         cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
     return cuts

@@ -344,3 +344,23 @@ def test_the_report_names_the_path_of_each_layer_on_the_gpu():
     assert (
         rows["1"].ops["fp8_linear_lora"] == "torch" and "N = 7" in rows["1"].why["fp8_linear_lora"]
     )
+
+
+@pytest.mark.parametrize("frozen", ["plain", "fp8"])
+def test_the_model_is_not_walked_for_each_layer(frozen):
+    """Mixtures have tens of thousands of layers, half of them adapted here."""
+
+    class Walked(nn.Sequential):
+        walks = 0
+
+        def named_modules(self, *args, **kwargs):
+            self.walks += 1
+            return super().named_modules(*args, **kwargs)
+
+    walks = set()
+    for number in (4, 16):
+        model = Walked(*(nn.Linear(16, 16) for _ in range(number)))
+        targets = [str(index) for index in range(number // 2)]
+        apply_lora(model, LoRAConfig(r=2, target_modules=targets), frozen=frozen)
+        walks.add(model.walks)
+    assert len(walks) == 1
