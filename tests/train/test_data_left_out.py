@@ -283,7 +283,7 @@ def test_a_part_of_a_chat_that_is_cut_off_is_refused(
     assert f'line 3: the chat template does not write "{field}"' in str(caught.value)
 
 
-@pytest.mark.parametrize("calls", [[], None, ""], ids=["empty", "null", "an empty cell"])
+@pytest.mark.parametrize("calls", [[], None, "", "[]"], ids=["empty", "null", "no cell", "a cell"])
 def test_an_empty_list_of_calls_is_none(tmp_path: Path, calls: Any) -> None:
     """Some templates ask whether the field is there."""
     tokenizer = tokenizer_with(PLAIN.replace("if m.tool_calls", "if 'tool_calls' in m"))

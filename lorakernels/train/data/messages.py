@@ -68,17 +68,16 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
             f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(known)}'
             f"{did_you_mean(speaker, tuple(known), 0.6)}"
         )
-    made = {k: v for k, v in message.items() if v is not None and (k != "tool_calls" or v)}
+    made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
     if spoken:
         made = {{"from": "role", "value": "content"}.get(k, k): made[k] for k in made}
     made["role"] = known[speaker]
     _check_trained(row, made, field)
     if speaker == "function_call":
         made["tool_calls"] = [made.pop("content", None)]
-    calls = made.get("tool_calls")
+    calls = list_of(row, made.pop("tool_calls", None) or [], f"{field}.tool_calls")
     if calls:
-        listed = list_of(row, calls, f"{field}.tool_calls")
-        made["tool_calls"] = [_call(row, call, f"{field}.tool_calls") for call in listed]
+        made["tool_calls"] = [_call(row, call, f"{field}.tool_calls") for call in calls]
     if "content" in made or not (calls or made.get("function_call")):
         made["content"] = _content(row, made.get("content"), f"{field}.{text}")
     return made
