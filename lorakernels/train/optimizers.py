@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.batch import FACTORS
 from lorakernels.train.errors import require
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
 
+FACTORS = ("lora_A", "lora_B")
 RATIO = "lr_ratio"  # of a parameter group: its learning rate as a multiple of the run's
 
 
