@@ -23,6 +23,7 @@ from lorakernels.train.errors import require
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import CAPTURED_OPTIMS
 
+FACTORS = ("lora_A", "lora_B")
 RATIO = "lr_ratio"  # of a parameter group: its learning rate as a multiple of the run's
 
 

@@ -88,6 +88,48 @@ def test_a_fused_model_is_the_model(recipe: str, save: str) -> None:
         assert off < (STEP / 4 if name == "logits" else allowed), (name, float(off))
 
 
+class Asked(TorchDispatchMode):
+    """By op and argument, what ops are asked for that write blocks, or read them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[tuple[str, str], set[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = func._schema.arguments
+        passed = {a.name: a.default_value for a in known}  # torch drops what is the default
+        passed |= dict(zip(passed, args, strict=False)) | (kwargs or {})
+        power = passed.get("power_of_two")
+        if power is not None or "fp8_block" in func.__name__:
+            for name in {"power_of_two", "fp8_dtype"} & passed.keys():
+                self.found.setdefault((func.__name__, name), set()).add(passed[name])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["any scale", "powers of two"])
+@pytest.mark.parametrize("dy", ["E4M3", "HYBRID"])
+@pytest.mark.parametrize("save", [None, "recompute", "full", "fp8"])
+def test_every_op_is_asked_for_the_recipes_scales_and_formats(
+    save: str | None, dy: str, power: bool
+) -> None:
+    """In forward and backward, fused or not, with adapters, without, and where masks are drawn."""
+    recipe, found = BlockScaling(fp8_format=dy, power_2_scale=power), {}
+    for options in ({}, {"lora_dropout": 0.2}, {"target_modules": ["o_proj"]}):
+        model = model_of(recipe, **options)
+        if save is not None:
+            fuse(model, save=save)
+        with Asked() as asked:
+            step(model)
+        for key, values in asked.found.items():
+            found[key] = found.get(key, set()) | values
+    assert len(found) > 3
+    for (op, name), values in found.items():
+        expected = {power} if name == "power_of_two" else {recipe.backward_dtype}
+        if op.startswith("quantize_blocks") and name == "fp8_dtype":
+            expected |= {E4M3}  # x is in it
+        assert values <= expected, (op, name)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
 def test_recomputed_layers_have_the_bits_of_kept_ones(

@@ -200,9 +200,7 @@ def test_dropout_draws_from_the_state_that_attach_gives(fused: bool) -> None:
         optimizer.zero_grad()
         assert int(state.tensor[1]) == step + 1
     assert attached.replaying
-    losses = {model(input_ids=ids(), labels=ids()).loss.item() for _ in range(1)}
     attached.detach()
-    assert len(losses) == 1
     assert all(m.rng_state is None for m in model.modules() if hasattr(m, "dropout_p"))
 
 
@@ -258,8 +256,7 @@ def test_switching_adapters_off(fp8: Any) -> None:
 def test_a_fused_layer_drops_as_its_active_adapter_says() -> None:
     model = peft_model(fp8=None)
     model.add_adapter("other", register(config(lora_dropout=0.5), fp8=None))
-    randomized(model, "other", 2)
-    fuse(model)
+    fuse(randomized(model, "other", 2))
     for name in ("default", "other", "default", "other"):
         model.set_adapter(name)
         whole, dropped = logits(model), model.train()(input_ids=ids()).logits

@@ -49,18 +49,14 @@ def test_adapters_merged_one_after_the_other_are_all_in_the_base(fp8):
     for steps in (["default"], ["third"]), (["second"], ["third", "default"]):
         for names in steps:
             layer.merge(adapter_names=names)
-            assert layer.is_merged is layer.merged is True  # graphs watch the first
-        merged = [name for names in steps for name in names]
-        exact = base + sum(deltas[name] for name in merged)
+            assert layer.is_merged  # graphs watch it
+        exact = base + sum(deltas[name] for names in steps for name in names)
         found = layer.base_layer.dequantized_weight()
-        # e4m3: 2⁻⁴ of a value, or half a subnormal, 2⁻¹⁰ of its scale, which is at most the largest of all / 448
+        # e4m3: 2⁻⁴ of a value, or 2⁻¹⁰ of its scale, at most the largest of all / 448; fp32's roundings are few
         bound = exact.abs() * 2.0**-4 + exact.abs().max() / 448 * 2.0**-10
-        assert layer.merged_adapters == merged and bool(
-            ((found - exact).abs() <= bound * 1.001).all()
-        )
+        assert bool(((found - exact).abs() <= bound * (1 + 2.0**-20)).all())
         layer.unmerge()
-        assert layer.is_merged is layer.merged is False
-        assert torch.equal(layer.base_layer.dequantized_weight(), base)
+        assert not layer.is_merged and torch.equal(layer.base_layer.dequantized_weight(), base)
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["now", "as older versions pickled it"])

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels.modules.batch import FACTORS
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.optimizers import Updater, check_package
+from lorakernels.train.optimizers import FACTORS, Updater, check_package
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.running_options import OPTIMS, OWN_SCHEDULE, SCHEDULES
 from lorakernels.train.schedule import make_schedule
