@@ -149,9 +149,7 @@ class LoRAExperts(nn.Module):
 
 def _is_silu(act_fn: Callable[[Tensor], Tensor]) -> bool:
     """Whether the fused kernel may stand for it: a subclass, an own forward or a hook may compute something else."""
-    kind = type(act_fn)
-    named = f"{kind.__module__}.{kind.__qualname__}"
-    if kind is not nn.SiLU and named != "transformers.activations.SiLUActivation":
+    if type(act_fn) is not nn.SiLU:
         return act_fn is nn.functional.silu
     hooked = act_fn._forward_hooks or act_fn._forward_pre_hooks
     return not hooked and "forward" not in vars(act_fn)

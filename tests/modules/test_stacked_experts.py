@@ -65,14 +65,10 @@ class Tokens:
         weights = torch.rand(tokens, 2, generator=generator)
         self.weights = weights.to(device).requires_grad_()
 
-    def forward(self, experts: nn.Module) -> Tensor:
-        y: Tensor = experts(self.x, self.index, self.weights)
-        return y
-
     def run(self, experts: nn.Module) -> list[Tensor]:
         """y and all gradients."""
         trained = [p for p in experts.parameters() if p.requires_grad]
-        y = self.forward(experts)
+        y = experts(self.x, self.index, self.weights)
         given = (self.x, self.weights, *trained)
         grads = torch.autograd.grad(y, given, self.dy, allow_unused=True)
         return [
@@ -340,24 +336,3 @@ def test_a_stack_asks_an_activation_that_is_not_silu_itself(
         found.append(Tokens(0).run(model.model.layers[0].mlp.experts)[0])
     # both sum a token's two experts, one in the weights' dtype
     assert torch.allclose(*found, rtol=2**-7, atol=1e-6)
-
-
-@pytest.mark.parametrize("act_fn", [nn.SiLU(), transformers.activations.ACT2FN["silu"]])
-def test_either_silu_runs_in_the_fused_kernel(
-    act_fn: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers 5.23 has a SiLU of its own, which is no nn.SiLU."""
-    as_a_stack(monkeypatch)
-    experts = model_of().model.layers[0].mlp.experts
-    experts.act_fn = act_fn
-    assert "SwiGLU" in graph_of(Tokens(0).forward(experts))
-
-
-def graph_of(y: Tensor) -> set[str]:
-    """The names of the autograd functions that y was made by."""
-    names, left = set(), [y.grad_fn]
-    while left:
-        node = left.pop()
-        names.add(node.name().removesuffix("Backward"))
-        left += [node for node, _ in node.next_functions if node is not None]
-    return names
