@@ -152,10 +152,8 @@ def _check_tensor(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo]
             where = f"{name} in {info.shard}, e4m3 without {name}_scale_inv, shows"
             raise ValueError(_refusal(where, "FP8 without scales"))
         return
-    is_mask = info.shape[:2] == (
-        1,
-        1,
-    )  # [1, 1, T, T], which GPT-2's and GPT-NeoX's old files hold as U8
+    # [1, 1, T, T]: old files of GPT-2 and GPT-NeoX hold their causal masks as U8
+    is_mask = len(info.shape) == 4 and info.shape[:2] == (1, 1)
     if (len(info.shape) < 2 or is_mask) and not info.dtype.startswith("F"):
         return
     what = "MXFP4" if re.search(_MXFP4, name) else f"a quantized format with {info.dtype}"

@@ -193,21 +193,21 @@ def test_a_weight_that_cannot_be_quantized_ends_the_run_without_a_second_load(
     assert "loaded by transformers instead" not in said.out
 
 
-def test_a_checkpoint_of_another_form_is_loaded_by_transformers(
+def test_a_tensor_that_the_model_has_no_place_for_is_refused(
     cli: Cli, base_args: list[str], model_dir: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A tensor that the model does not have, which transformers passes over."""
+    """load_quantized refuses it, and transformers would pass over it."""
     from safetensors.torch import load_file, save_file
 
     model = Path(shutil.copytree(model_dir, tmp_path / "copy"))
     tensors = {**load_file(model / "model.safetensors"), "model.extra": torch.ones(2)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    run = [*base_args, "--output", tmp_path / "out", "--model", model, "--steps", 1]
-    assert cli(*run) == 0
-    said = capsys.readouterr().out
-    assert "loaded by transformers instead of into FP8 tensor by tensor: " in said
-    assert "1 unexpected (model.extra)" in said
+    assert cli(*base_args, "--output", tmp_path / "out", "--model", model, "--steps", 1) == 1
+    said = capsys.readouterr()
+    assert "loaded by transformers instead of into FP8 tensor by tensor: " in said.out
+    assert "1 unexpected (model.extra)" in said.out
+    assert "no place, and which would be lost: model.extra" in said.err
 
 
 def test_the_name_of_a_model_on_a_hub_is_answered_with_how_to_fetch_it(

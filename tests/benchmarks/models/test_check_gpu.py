@@ -164,7 +164,7 @@ def test_finetune_runs_through_the_command_line(load, tmp_path: Path) -> None:
 
 def test_a_command_that_fails_says_its_last_line(load, tmp_path: Path) -> None:
     parts, full = load("lib.check_parts"), load("lib.check_full")
-    with pytest.raises(RuntimeError, match=r"exit code 2: .*model is missing"):
+    with pytest.raises(RuntimeError, match=r"exit code 2: .*model and data are missing"):
         parts.run_cli(["finetune", "--output", str(tmp_path)], tmp_path / "log", 1e12)
     with pytest.raises(RuntimeError, match="exit code 2 after 0 steps, expected 143 before 20"):
         full._interrupted(["finetune", "--output", str(tmp_path)], tmp_path, tmp_path / "log", 1e12)
