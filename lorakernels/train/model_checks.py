@@ -110,7 +110,7 @@ def _form(module: nn.Module) -> str:
 
 
 @torch.no_grad()
-def check_model(model: Any, isolate: bool = True) -> None:
+def check_model(model: Any, isolate: bool | None = None) -> None:
     """Raise ModelError if this job would train the model wrongly. The model is left as it was.
 
     *Logits.* The model's own tail and its head get the same hidden states, so large that the largest logit is 1000.
@@ -133,15 +133,17 @@ def check_model(model: Any, isolate: bool = True) -> None:
 
     Args:
         model: with adapters, on its device.
-        isolate: whether the job computes packed documents apart. Otherwise each row is one causal sequence.
+        isolate: whether the job computes packed documents apart. If False, each row is one causal sequence. None checks
+            both.
     """
     with evaluating(model):
-        try:
-            _refuse_wrong(model, isolate)
-        except ModelError as error:
-            if isolate or not _isolates(model):
-                raise
-            raise ModelError(f"{error}; leave --no-isolate-documents out") from error
+        for apart in (True, False) if isolate is None else (isolate,):
+            try:
+                _refuse_wrong(model, apart)
+            except ModelError as error:
+                if apart or not _isolates(model):
+                    raise
+                raise ModelError(f"{error}; leave --no-isolate-documents out") from error
 
 
 def _isolates(model: Any) -> bool:

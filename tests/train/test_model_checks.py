@@ -99,9 +99,10 @@ def test_models_that_are_wrong_without_a_mask_alone_are_refused_so(
     kind: str, more: dict[str, Any], said: str
 ) -> None:
     model = small(kind, "sdpa", **more)
-    check_model(model)
-    with pytest.raises(ModelError, match=rf"{said}.*; leave --no-isolate-documents out$"):
-        check_model(model, isolate=False)
+    check_model(model, isolate=True)
+    for isolate in (False, None):  # None checks both
+        with pytest.raises(ModelError, match=rf"{said}.*; leave --no-isolate-documents out$"):
+            check_model(model, isolate)
     assert model.training, "left as it was"
 
 
