@@ -7,11 +7,13 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
 import tests.other_sums  # noqa: F401
+from tests.durations import Recorder
 from tests.poison import AVAILABLE, poisoned_memory
 
 HAS_CUDA = torch.cuda.is_available()
@@ -20,6 +22,16 @@ HAS_CUDA = torch.cuda.is_available()
 def pytest_addoption(parser: pytest.Parser) -> None:
     what = "leave new memory as it is: a tool that looks for reads of unwritten memory finds them"
     parser.addoption("--unpoisoned", action="store_true", help=what)
+    parser.addoption(
+        "--seconds-file", type=Path, help="write the seconds of every test there, as CSV"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("seconds_file")
+    if path is not None:  # the processes of pytest-xdist measure, and the first one writes
+        here = None if hasattr(config, "workerinput") else config.rootpath / path
+        config.pluginmanager.register(Recorder(here))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
