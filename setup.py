@@ -176,17 +176,31 @@ def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
     return rules
 
 
+def units(build_dir: Path, cuda: Cuda | None) -> list[Path]:
+    """Two C++ files that include all others: pybind11's headers take most of the time of each that is compiled alone."""
+    sources = sorted(CSRC.rglob("*.cpp"))
+    if cuda:  # no_cuda.cpp stands in for the .cu files beside it
+        sources = [source for source in sources if source.name != "no_cuda.cpp"]
+    ops = [source for source in sources if CSRC / "ops" in source.parents]
+    files = []
+    for name, parts in (("ops", ops), ("rest", [s for s in sources if s not in ops])):
+        file = build_dir / f"{name}.cpp"
+        text = "".join(f'#include "{part.relative_to(CSRC)}"\n' for part in parts)
+        if not file.exists() or file.read_text() != text:  # ninja compiles what is newer
+            file.write_text(text)
+        files.append(file)
+    return files
+
+
 def ninja_file(build_dir: Path, target: Path, version: str, cuda: Cuda | None) -> str:
     lines = ninja_rules(build_dir, cuda)
     objects = []
-    for source in sorted([*CSRC.rglob("*.cpp"), *(CSRC.rglob("*.cu") if cuda else ())]):
-        if cuda and source.name == "no_cuda.cpp":  # which stands in for the .cu files beside it
-            continue
-        # In folders as csrc has them: every op has a bind.cpp.
-        obj = esc(build_dir / f"{source.relative_to(CSRC)}.o")
+    for source in [*units(build_dir, cuda), *(sorted(CSRC.rglob("*.cu")) if cuda else ())]:
+        folder = CSRC if source.suffix == ".cu" else build_dir
+        obj = esc(build_dir / f"{source.relative_to(folder)}.o")
         rule = "nvcc" if source.suffix == ".cu" else "cxx"
         lines.append(f"build {obj}: {rule} {esc(source)}")
-        if source.name == "build_info.cpp":
+        if source.name == "rest.cpp":  # with host/build_info.cpp
             lines.append(f"  defines = {build_info_defines(version, cuda)}")
         objects.append(obj)
     lines.append(f"build {esc(target)}: link {' '.join(objects)}")

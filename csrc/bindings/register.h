@@ -38,21 +38,43 @@ inline void add_limits(py::module_& m, const char* op, const py::dict& values) {
   m.attr("limits").attr(op) = space(**values);
 }
 
-void register_amax(py::module_& m);
 void register_build_info(py::module_& m);
 void register_philox(py::module_& m);
-void register_dropout_mask(py::module_& m);
 void register_fp8(py::module_& m);
 void register_graph(py::module_& m);
 void register_graph_watch(py::module_& m);
-void register_fp8_gemm(py::module_& m);
-void register_amax_and_scale_update(py::module_& m);
-void register_bias_dropout_add(py::module_& m);
-void register_quantize_grad(py::module_& m);
-void register_quantize_lora_down(py::module_& m);
-void register_longest_document(py::module_& m);
-void register_lora_grad_a(py::module_& m);
-void register_transpose_fp8(py::module_& m);
 void register_launch_list(py::module_& m);
 
 }  // namespace lorakernels
+
+// Each op's bindings have a namespace of their own, so that one translation unit can hold them all.
+namespace lorakernels::amax {
+void register_in(py::module_& m);
+}
+namespace lorakernels::amax_and_scale_update {
+void register_in(py::module_& m);
+}
+namespace lorakernels::bias_dropout_add {
+void register_in(py::module_& m);
+}
+namespace lorakernels::dropout_mask {
+void register_in(py::module_& m);
+}
+namespace lorakernels::fp8_gemm {
+void register_in(py::module_& m);
+}
+namespace lorakernels::longest_document {
+void register_in(py::module_& m);
+}
+namespace lorakernels::lora_grad_a {
+void register_in(py::module_& m);
+}
+namespace lorakernels::quantize_grad {
+void register_in(py::module_& m);
+}
+namespace lorakernels::quantize_lora_down {
+void register_in(py::module_& m);
+}
+namespace lorakernels::transpose_fp8 {
+void register_in(py::module_& m);
+}

@@ -2,8 +2,8 @@
 #include "bindings/register.h"
 #include "ops/amax/params.h"
 
-namespace lorakernels {
+namespace lorakernels::amax {
 
-void register_amax(py::module_& m) { m.attr("AMAX_PARTIALS") = ScaleSource::kPartials; }
+void register_in(py::module_& m) { m.attr("AMAX_PARTIALS") = ScaleSource::kPartials; }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::amax

@@ -8,7 +8,7 @@
 #include "host/launch_list.h"
 #include "ops/amax_and_scale_update/params.h"
 
-namespace lorakernels {
+namespace lorakernels::amax_and_scale_update {
 namespace {
 
 // forward and backward fp32 [history_len + 1, n], current fp32 [2 n] or none.
@@ -92,8 +92,6 @@ AmaxAndScaleUpdateParams make_params(const States& states, const Recipe& recipe,
           gated};
 }
 
-}  // namespace
-
 void amax_and_scale_update_host(const AmaxAndScaleUpdateParams& params) {
   if (!gate_is_open(params)) return;
   for (int direction = 0; direction < 2; ++direction) {
@@ -101,7 +99,9 @@ void amax_and_scale_update_host(const AmaxAndScaleUpdateParams& params) {
   }
 }
 
-void register_amax_and_scale_update(py::module_& m) {
+}  // namespace
+
+void register_in(py::module_& m) {
   m.def(
       "amax_and_scale_update_host",
       [](const States& states, const Recipe& recipe, bool gated) {
@@ -120,4 +120,4 @@ void register_amax_and_scale_update(py::module_& m) {
       py::arg("states"), py::arg("recipe"), py::arg("gated"), py::arg("where"), "In place in device memory");
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::amax_and_scale_update

@@ -48,8 +48,6 @@ LORAKERNELS_HD float updated_scale(float scale, float current, float amax, float
   return is_finite(next) ? next : FLT_MAX;
 }
 
-void amax_and_scale_update_host(const AmaxAndScaleUpdateParams& params);
-
 // device: CUDA ordinal, or -1 for the current one. stream: a cudaStream_t. `gated` needs `current`: without it one
 // block would overwrite row 0 while another still reads it.
 void launch_amax_and_scale_update(const AmaxAndScaleUpdateParams& params, void* stream, int device);

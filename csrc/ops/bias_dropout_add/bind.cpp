@@ -7,7 +7,7 @@
 #include "host/launch_list.h"
 #include "ops/bias_dropout_add/params.h"
 
-namespace lorakernels {
+namespace lorakernels::bias_dropout_add {
 namespace {
 
 FloatType bias_type(const std::string& name, const std::string& dtype) {
@@ -59,7 +59,7 @@ void backward(Address dx, Address dbias, Address partial, Address dout, const Si
 
 }  // namespace
 
-void register_bias_dropout_add(py::module_& m) {
+void register_in(py::module_& m) {
   m.def(
       "bias_grad_chunks",
       [](int64_t rows, int64_t cols, int64_t multiprocessors, uint32_t first_col) {
@@ -74,4 +74,4 @@ void register_bias_dropout_add(py::module_& m) {
         py::arg("sizes"), py::arg("dtypes"), py::arg("dropout"), py::arg("where"));
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::bias_dropout_add

@@ -6,7 +6,7 @@
 #include "host/launch_list.h"
 #include "ops/dropout_mask/params.h"
 
-namespace lorakernels {
+namespace lorakernels::dropout_mask {
 namespace {
 
 void dropout_mask(Address out, const Sizes& sizes, const Dropout& dropout, const Where& where) {
@@ -35,11 +35,11 @@ void dropped_bits(Address dropped, const Sizes& sizes, const Dropout& dropout, c
 
 }  // namespace
 
-void register_dropout_mask(py::module_& m) {
+void register_in(py::module_& m) {
   m.def("dropout_mask", &dropout_mask, py::arg("out"), py::arg("sizes"), py::arg("dropout"), py::arg("where"),
         "Writes the row-major uint8 keep mask [rows, cols] in device memory: out is 8-byte aligned");
   m.def("dropped_bits", &dropped_bits, py::arg("dropped"), py::arg("sizes"), py::arg("dropout"), py::arg("where"),
         "Writes a bit an element, set where it is dropped, as csrc/device/dropout.h lays them out");
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::dropout_mask

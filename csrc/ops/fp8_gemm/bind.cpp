@@ -14,7 +14,7 @@
 #include "host/launch_list.h"
 #include "ops/fp8_gemm/params.h"
 
-namespace lorakernels {
+namespace lorakernels::fp8_gemm {
 namespace {
 
 using Limits = Fp8GemmLimits;
@@ -297,7 +297,7 @@ void grouped_grad_input(const GradOut& out, const Scaled& dy, const GroupedWeigh
 
 }  // namespace
 
-void register_fp8_gemm(py::module_& m) {
+void register_in(py::module_& m) {
   add_limits(m, "fp8_gemm",
              py::dict(py::arg("cols_multiple") = Limits::kColsMultiple,
                       py::arg("untransposed_cols_multiple") = Limits::kUntransposedColsMultiple,
@@ -319,4 +319,4 @@ void register_fp8_gemm(py::module_& m) {
         py::arg("types"), py::arg("tiles"), py::arg("where"), "rows of ds are multiples of 8");
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::fp8_gemm

@@ -4,7 +4,7 @@
 #include "host/launch_list.h"
 #include "ops/longest_document/params.h"
 
-namespace lorakernels {
+namespace lorakernels::longest_document {
 namespace {
 
 void check_longest_document(Address starts, int64_t documents, int64_t longest, const Where& where) {
@@ -15,10 +15,10 @@ void check_longest_document(Address starts, int64_t documents, int64_t longest, 
 
 }  // namespace
 
-void register_longest_document(py::module_& m) {
+void register_in(py::module_& m) {
   m.def("check_longest_document", &check_longest_document, py::arg("starts"), py::arg("documents"), py::arg("longest"),
         py::arg("where"),
         "A device assertion that none of the documents between starts, int32 [documents + 1], is longer than longest");
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::longest_document

@@ -7,7 +7,7 @@
 #include "host/launch_list.h"
 #include "ops/lora_grad_a/params.h"
 
-namespace lorakernels {
+namespace lorakernels::lora_grad_a {
 namespace {
 
 using Limits = LoraGradALimits;
@@ -78,7 +78,7 @@ void lora_grad_a(const Out& out, const Rows& ds, const Factors& x, const RankSiz
 
 }  // namespace
 
-void register_lora_grad_a(py::module_& m) {
+void register_in(py::module_& m) {
   add_limits(m, "lora_grad_a",
              py::dict(py::arg("rank") = Limits::kRank, py::arg("cols_multiple") = Limits::kColsMultiple,
                       py::arg("fp8_cols_multiple") = Limits::kFp8ColsMultiple));
@@ -95,4 +95,4 @@ void register_lora_grad_a(py::module_& m) {
         py::arg("dropout"), py::arg("where"));
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::lora_grad_a

@@ -11,7 +11,7 @@
 #include "host/launch_list.h"
 #include "ops/quantize_grad/params.h"
 
-namespace lorakernels {
+namespace lorakernels::quantize_grad {
 namespace {
 
 using Limits = QuantizeGradLimits;
@@ -138,7 +138,7 @@ void quantize_grad(const Out& out, Address dy, const std::optional<Up>& up, cons
 
 }  // namespace
 
-void register_quantize_grad(py::module_& m) {
+void register_in(py::module_& m) {
   add_limits(m, "quantize_grad",
              py::dict(py::arg("rank") = Limits::kRank, py::arg("drawn_rank") = Limits::kDrawnRank,
                       py::arg("cols_multiple") = Limits::kColsMultiple,
@@ -160,4 +160,4 @@ void register_quantize_grad(py::module_& m) {
         py::arg("sizes"), py::arg("types"), py::arg("mask"), py::arg("where"));
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::quantize_grad

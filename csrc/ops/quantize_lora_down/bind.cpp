@@ -7,7 +7,7 @@
 #include "host/launch_list.h"
 #include "ops/quantize_lora_down/params.h"
 
-namespace lorakernels {
+namespace lorakernels::quantize_lora_down {
 namespace {
 
 using Limits = QuantizeLoraDownLimits;
@@ -77,7 +77,7 @@ void quantize_lora_down(const Out& out, Address x, Address lora_A, const Scale& 
 
 }  // namespace
 
-void register_quantize_lora_down(py::module_& m) {
+void register_in(py::module_& m) {
   add_limits(m, "quantize_lora_down",
              py::dict(py::arg("rank") = Limits::kRank, py::arg("cols_multiple") = Limits::kColsMultiple));
   m.def(
@@ -98,4 +98,4 @@ void register_quantize_lora_down(py::module_& m) {
         py::arg("sizes"), py::arg("types"), py::arg("dropout"), py::arg("where"));
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::quantize_lora_down

@@ -6,7 +6,7 @@
 #include "host/launch_list.h"
 #include "ops/transpose_fp8/params.h"
 
-namespace lorakernels {
+namespace lorakernels::transpose_fp8 {
 namespace {
 
 void transpose_fp8(Address out, Address in, const Sizes& sizes, const Where& where) {
@@ -24,9 +24,9 @@ void transpose_fp8(Address out, Address in, const Sizes& sizes, const Where& whe
 
 }  // namespace
 
-void register_transpose_fp8(py::module_& m) {
+void register_in(py::module_& m) {
   m.def("transpose_fp8", &transpose_fp8, py::arg("out"), py::arg("in_"), py::arg("sizes"), py::arg("where"),
         "out [cols, rows] = in [rows, cols] transposed, bytes on the device");
 }
 
-}  // namespace lorakernels
+}  // namespace lorakernels::transpose_fp8
