@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 COLUMNS = ("test", "seconds", "cpu_seconds")
+BEGAN = pytest.StashKey[tuple[float, float]]()
 
 
 def cpu_seconds() -> float:
@@ -23,13 +25,15 @@ class Recorder:
     """Measures where tests run, and writes where their reports come together: with pytest-xdist two processes."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self.rows: list[tuple[str, float, float]] = []
+        self.file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = path.open("w", newline="", encoding="utf-8", buffering=1)
+            csv.writer(self.file).writerow(COLUMNS)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        began, spent = time.perf_counter(), cpu_seconds()
-        item.user_properties.append(("began", (began, spent)))
+        item.stash[BEGAN] = (time.perf_counter(), cpu_seconds())
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -38,22 +42,16 @@ class Recorder:
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
         if call.when == "teardown":
-            began, spent = dict(item.user_properties)["began"]
+            began, spent = item.stash[BEGAN]
             took = (time.perf_counter() - began, cpu_seconds() - spent)
             report.user_properties = [*report.user_properties, ("seconds", took)]
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         took = dict(report.user_properties).get("seconds")
-        if report.when == "teardown" and took is not None:
-            self.rows.append((report.nodeid, *took))
+        if self.file is not None and took is not None:
+            csv.writer(self.file).writerow((report.nodeid, *(f"{s:.3f}" for s in took)))
 
-    def pytest_sessionfinish(self) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(COLUMNS)
-            for test, seconds, cpu in sorted(self.rows, key=lambda row: -row[1]):
-                table.writerow((test, f"{seconds:.3f}", f"{cpu:.3f}"))
+    def pytest_unconfigure(self) -> None:
+        if self.file is not None:
+            self.file.close()
