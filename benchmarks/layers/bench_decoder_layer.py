@@ -29,7 +29,7 @@ why in its row. Columns:
     wall ÷ te layer      the same of wall ms
 
 The memory columns leave parameters out, and graphs, which own their memory, have none. Every step updates the FP8
-scales once, as TE's does, and advances our dropout's Philox state. decoder_layer_kernels.{csv,md} has the kernels of
+scales once, as TE's does, and advances our dropout's Philox state. decoder_layer_kernels.csv has the kernels of
 our layer's eager step, each beside its floor (lib/breakdown.py). decoder_layer.png shows the times.
 """
 
@@ -59,7 +59,6 @@ from benchmarks.lib.rows import (
     parser,
     ratio,
     write_csv,
-    write_markdown,
 )
 from benchmarks.lib.timing import measured_floor
 from benchmarks.lib.workers import Local, Worker, WorkerError, serve
@@ -226,7 +225,6 @@ def main() -> int:
     facts = {**environment(device), **floor_facts}
     if args.output and kernels:
         write_csv(args.output / "decoder_layer_kernels.csv", kernels, facts)
-        write_markdown(args.output / "decoder_layer_kernels.md", kernels, facts)
     code = finish("decoder_layer", rows, facts, args.output)
     return code
 

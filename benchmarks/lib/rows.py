@@ -10,7 +10,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="DIR",
-        help="folder for NAME.csv and NAME.md; else only printed",
+        help="folder for NAME.csv; else only printed",
     )
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument(
@@ -97,18 +96,6 @@ def write_csv(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
         writer.writerows({**row, **facts} for row in rows)
 
 
-def write_markdown(path: Path, rows: list[Row], facts: dict[str, str]) -> None:
-    """The rows as one table under a line of facts."""
-    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    table = "\n".join(_markdown_line(line) for line in lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{', '.join(f'{k} {v}' for k, v in facts.items())}\n\n{table}\n")
-
-
-def _markdown_line(cells: Iterable[object]) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
 def table(rows: list[Row]) -> str:
     lines = [list(rows[0]), *([str(v) for v in row.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -125,6 +112,5 @@ def finish(
     print(table(rows))
     if output:
         write_csv(output / f"{name}.csv", rows, facts)
-        write_markdown(output / f"{name}.md", rows, facts)
-        print(f"written to {output / name}.csv and .md")
+        print(f"written to {output / name}.csv")
     return 1 if any("WRONG" in str(row[check]) for row in rows) else 0

@@ -17,8 +17,7 @@ What cannot run here, such as a peer that is not installed, is skipped with the 
 
 results/GPU/check_gpu.json holds the records. `--record` raises them to what was measured. Machines with one kind of
 GPU have hosts of different speed. Where the host bounds one of the rates, a record is therefore raised to the ratio ÷
-HOSTS. One that falls needs `--reason`, which stays in that file, and in check_gpu.md beside it, until the ratio is
-reached again.
+HOSTS. One that falls needs `--reason`, which stays in that file until the ratio is reached again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
+from benchmarks.lib.rows import Row, environment, table, write_csv
 from benchmarks.lib.workers import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,20 +234,11 @@ def updated(rows: list[Row], recorded: dict[str, Any], reason: str) -> dict[str,
 
 
 def write_records(folder: Path, rows: list[Row], records: dict[str, Any], device: str) -> None:
-    """check_gpu.json, check_gpu.csv with the run's table, and check_gpu.md with it and the reasons."""
+    """check_gpu.json with the records and the reasons of those that fell, and check_gpu.csv with the run's table."""
     facts = environment(torch.device(device))
     write_csv(folder / "check_gpu.csv", rows, facts)
-    write_markdown(folder / "check_gpu.md", rows, facts)
     text = json.dumps({**facts, "ratios": records}, indent=1, ensure_ascii=False)
     (folder / "check_gpu.json").write_text(text + "\n", encoding="utf-8")
-    reasons = [
-        f"* {key}: {one['ratio']}, before {one['was']}: {one['reason']}\n"
-        for key, one in records.items()
-        if "reason" in one
-    ]
-    if reasons:
-        with (folder / "check_gpu.md").open("a", encoding="utf-8") as file:
-            file.writelines(["\nRatios recorded below what they were, and why:\n\n", *reasons])
 
 
 def kind_of(device: str) -> str:

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from benchmarks.lib.ncu import Kernel, counted, kernels_of
-from benchmarks.lib.rows import Row, environment, table, write_csv, write_markdown
+from benchmarks.lib.rows import Row, environment, table, write_csv
 from lorakernels import DelayedScaling, ops
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
@@ -126,9 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="for counters.csv and counters.md"
-    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="for counters.csv")
     parser.add_argument("--shape", default="8192x8192x8192", help="MxNxK of the layer")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--only-step", action="store_true", help="what ncu is given to run")
@@ -146,7 +144,6 @@ def main() -> None:
     print(table(rows))
     if args.output:
         write_csv(args.output / "counters.csv", rows, facts)
-        write_markdown(args.output / "counters.md", rows, facts)
 
 
 if __name__ == "__main__":

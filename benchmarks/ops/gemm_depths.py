@@ -43,7 +43,6 @@ from benchmarks.lib.rows import (
     parser,
     table,
     write_csv,
-    write_markdown,
 )
 from benchmarks.lib.timing import time_of
 from lorakernels import ops
@@ -232,7 +231,6 @@ def main() -> int:
     if args.output:
         for name, of in (("gemm_depths", rows), ("gemm_depths_points", points)):
             write_csv(args.output / f"{name}.csv", of, facts)
-            write_markdown(args.output / f"{name}.md", of, facts)
     return 0
 
 

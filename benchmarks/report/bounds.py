@@ -44,7 +44,7 @@ def _finetune(target: Target, results: Results) -> Bound:
     asked = value(results, "check_gpu", "tokens/s", shape="8b/8 2x4096", part="finetune")
     return rows * 4096e3 / ms, (
         "cuBLASLt's products, cuDNN's attention and the head of a vocabulary of 128,256, alone (the floor's table). "
-        "98,000 was asked for with a vocabulary of 32,000, where this form had 94,678 (log, 2026-11-22), and "
+        "98,000 was asked for with a vocabulary of 32,000, where this form had 94,678 (T35), and "
         f"`finetune` without options has {asked:,.0f}"
     )
 
@@ -61,8 +61,8 @@ def _loop(target: Target, results: Results) -> Bound:
         ours = value(results, "check_gpu", "tokens/s", **target.where)
         return UNKNOWN, (
             f"not bounded: the host takes the time. The device's work takes {2048e3 / fused:.0f} ms at most of a step "
-            f"of {2048e3 / ours:.0f} ms, by the fused and attached row. Runs had 0.45 to 1.38 (log). Next: fewer "
-            "tensors that ops take and give, of which Inductor's code asserts 181 a layer, PEFT's 90"
+            f"of {2048e3 / ours:.0f} ms, by the fused and attached row. Runs had 0.45 to 1.84 (M3). Next: fewer "
+            "tensors that ops take and give, of which Inductor's code asserts 181 a layer, PEFT's 90 (T36)"
         )
     layer = {"size": "medium"}
     between = value(results, "decoder_layer", "ms", provider="ours, not fused, graphed", **layer)
@@ -73,7 +73,7 @@ def _loop(target: Target, results: Results) -> Bound:
     peer = value(results, "check_gpu", "tokens/s", shape="8b/8 2x4096", part="PEFT bf16")
     return 8192e3 / ms / peer, (
         "the floor's products, attention and head, and what an unfused layer has between them beyond a fused one. "
-        "Five runs had 1.44 to 1.50 (log), so that the target is within their spread. Fused layers have no such "
+        "Runs had 1.44 to 1.50 (M2), so that the target is within their spread. Fused layers have no such "
         "kernels"
     )
 
@@ -117,8 +117,8 @@ def _product(target: Target, results: Results) -> Bound:
         f"cuBLASLt's rate, with the adapter's 2 R / K of tensor time beside its own. Tensor cores are busy {ours:.1f} "
         f"% of the time in ours and {theirs:.1f} % in cuBLASLt's kernel, at the clock that the power limit leaves. "
         f"cuBLASLt beside itself has {min(own, default=NAN):.2f} to {max(own, default=NAN):.2f} in this record, which "
-        f"is how well one run can tell. {energy}D1 and H3 were tried. Next: the last round's tiles split along the "
-        "depth"
+        f"is how well one run can tell. {energy}Two ways were tried (D1, H3). Next: the last round's tiles split "
+        "along the depth"
     )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.rows import FACTS, Row, write_csv, write_markdown
+from benchmarks.lib.rows import FACTS, write_csv
 
 SEED = ("model", "variant", "seed")  # what belongs together in quality.py's files
 Table = list[dict[str, str]]
@@ -55,12 +55,7 @@ def joined(tables: Sequence[Table], by: Sequence[str]) -> Table:
 
 
 def write(folder: Path, name: str, rows: Table) -> None:
-    """`name`.csv and `name`.md in `folder`. What all rows share stands above the .md's table."""
-    facts = [fact for fact in FACTS if fact in rows[0]]
-    shared = {f: rows[0][f] for f in facts if all(row[f] == rows[0][f] for row in rows)}
-    plain: list[Row] = [{k: v for k, v in row.items() if k not in shared} for row in rows]
-    write_csv(folder / f"{name}.csv", plain, shared)
-    write_markdown(folder / f"{name}.md", plain, shared)
+    write_csv(folder / f"{name}.csv", [dict(row) for row in rows], {})
 
 
 def join_quality(folder: Path, runs: Sequence[Path]) -> None:
@@ -104,7 +99,7 @@ def main() -> int:
     else:
         tables = [read(run / f"{args.name}.csv") for run in args.runs]
         write(args.output, args.name, joined(tables, args.by))
-    print(f"wrote {args.output / args.name}.csv and .md")
+    print(f"wrote {args.output / args.name}.csv")
     return 0
 
 

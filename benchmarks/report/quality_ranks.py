@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.lib.curves import farthest
-from benchmarks.lib.rows import FACTS, Row, write_csv, write_markdown
+from benchmarks.lib.rows import FACTS, Row, write_csv
 from benchmarks.report.plots import draw_all
 
 ONE = "one GPU"
@@ -86,13 +86,12 @@ def joined(runs: Sequence[Run]) -> list[Row]:
 
 
 def write(folder: Path, runs: Sequence[Run]) -> Path:
-    """quality_ranks.csv, .md, .png, and the mean curves of the ways that all runs have, in `folder`."""
+    """quality_ranks.csv, .png, and the mean curves of the ways that all runs have, in `folder`."""
     first = next(iter(runs[0].rows.values()))
     everywhere = [row for run in runs for row in run.rows.values()]
     facts = {f: first[f] for f in FACTS if all(row[f] == first[f] for row in everywhere)}
     rows = joined(runs)
     write_csv(folder / "quality_ranks.csv", rows, facts)
-    write_markdown(folder / "quality_ranks.md", rows, facts)
     ways = [way for way in runs[0].curves if all(way in run.curves for run in runs)]
     curves = {way: mean([run.curves[way] for run in runs]) for way in ways}
     points: list[Row] = [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.lib.rows import FACTS, Row, ratio, write_csv, write_markdown
+from benchmarks.lib.rows import FACTS, ratio, write_csv
 from benchmarks.report.ops import number
 from benchmarks.report.plots import draw_all
 
@@ -41,11 +41,8 @@ def joined(tables: list[list[dict[str, str]]]) -> list[dict[str, str]]:
 
 
 def write(folder: Path, rows: list[dict[str, str]]) -> Path:
-    """scaling.csv, scaling.md and scaling.png in `folder`. What all rows share stands above the .md's table."""
-    shared = {f: rows[0][f] for f in FACTS if all(row[f] == rows[0][f] for row in rows)}
-    plain: list[Row] = [{k: v for k, v in row.items() if k not in shared} for row in rows]
-    write_csv(folder / "scaling.csv", plain, shared)
-    write_markdown(folder / "scaling.md", plain, shared)
+    """scaling.csv and scaling.png in `folder`."""
+    write_csv(folder / "scaling.csv", [dict(row) for row in rows], {})
     (picture,) = draw_all(folder, {"scaling": rows}, ("scaling",))
     return picture
 

@@ -49,8 +49,9 @@ FP8 = "fp8"
 BACKENDS = (*_ENABLE, GRAPH, FP8)
 OWN = (GRAPH, FP8)  # by graphs of ours
 GPUS_ALONE = ("cudnn", "efficient")  # torch has no such kernel for CPUs
-SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs
-# Keys of the longest segment from which on graphs are faster: 0.73 of flash's time for 8,192, and 1.0 for 2,048 (H100)
+SHORT = 128  # tokens of the longest packed sequence up to which flash is faster than graphs (docs/facts.md, P16)
+# Keys of the longest segment from which on graphs are faster: 0.73 of flash's time for 8,192, and 1.0 for 2,048
+# (an H100; docs/facts.md, P15)
 LONG = 4096
 AMPERE, HOPPER = (8, 0), (9, 0)
 HALVES = (torch.bfloat16, torch.float16)

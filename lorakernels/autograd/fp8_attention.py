@@ -5,7 +5,7 @@ Kept for backward: one byte for each element of q, k, v and out, stats and a few
 attention reads out's bytes for its own backward, so that they are kept once.
 
 Backward is cuDNN's of 16 bits, over the values of these bytes. cuDNN's FP8 backward is slower on Hopper
-(docs/log/2026-11.md: 120.7 ms for 82.8, 1×32768 tokens of 64 / 8 heads × 128, one H200).
+for long rows of many heads (docs/facts.md, P14: 120.7 ms for 82.8, 1×32768 tokens of 64 / 8 heads × 128, one H200).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ scale in both directions, so that a layer holds one copy of its bytes for forwar
 Hopper's FP8 tensor cores read operands of shared memory along the contraction only. So Wᵀ [K, N] is made for the call
 by `transpose_fp8`, NK bytes that are free again behind it. Turning W on its way through the registers, as
 `fp8_grad_input` does, leaves the tensor cores waiting for shared memory here, as each thread also reads the scales of
-many rows (docs/log/2026-11.md). csrc/ops/fp8_gemm adds the branch in the product and rounds dx once. PyTorch adds the
+many rows (docs/facts.md, D9). csrc/ops/fp8_gemm adds the branch in the product and rounds dx once. PyTorch adds the
 branch of several adapters after it. For sizes that it takes, cuBLASLt multiplies the blocks themselves, on a copy of Wᵀ
 likewise. PyTorch's way dequantizes both operands, in `out_dtype` on a GPU and in fp32 on a CPU, and multiplies those.
 After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.

@@ -36,7 +36,7 @@ LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
 # Time of a product in blocks over that of one with a single scale. Forward: the geometric mean over the shapes of an
 # H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: that of five shapes, 1.22 beside fast sums
-# in one run, times 0.92, as such products take 0.89 to 0.95 of those that split (docs/log/2026-11.md, 27 November).
+# in one run (docs/facts.md, H59), times 0.92, as such products take 0.89 to 0.95 of those that split.
 # fp8_block_grad_input.csv beside fp8_grad_input.csv, split, has 1.10 without dropout and 1.16 where only the latter
 # reads a mask.
 BLOCK_FORWARD, BLOCK_BACKWARD = 1.16, 1.12

@@ -58,7 +58,7 @@ def make_random_state(seed: int, replica: int, device: torch.device) -> PhiloxSt
     return states.get_states()["data-parallel-rng"]
 
 
-# Of 2048 tokens on one H200 without graphs, their fused layers took 1.3 to 1.8 times as long (docs/log/2026-11.md)
+# Of 2048 tokens on one H200 without graphs, their fused layers took 1.3 to 1.8 times as long (docs/facts.md, M5)
 SLOWER = ("olmo2", "gemma2", "gemma3", "gemma3_text")
 
 

@@ -345,7 +345,7 @@ class Quantized:
 
         In blocks no MEASURE launch is in front, and programs start when the previous kernel has ended. Those that start
         early may crowd where multiprocessors come free first, and share all tiles there: SwiGLU behind itself took 75
-        to 240 µs by its tiles (H200).
+        to 243 µs by its tiles (docs/facts.md, H56).
         """
         return launch_options(self.overlaps and not self.in_blocks)
 

@@ -42,4 +42,3 @@ def test_all_runs_are_beside_the_best_of_one_gpu(load: Load, tmp_path: Path) -> 
             row["÷ one GPU"] for row in rows
         ]
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "scaling.md").read_text().startswith("device , torch ,")
