@@ -12,12 +12,14 @@ import argparse
 import difflib
 import importlib
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lorakernels import __version__
 from lorakernels.train.names import unknown_argument
 
+WIDTH = 80  # of what formatters leave as it is
 COMMANDS = {
     "doctor": "what is installed, what was built, and which implementation each op takes",
     "bench": "time the layer and the ops against their peers on this machine",
@@ -52,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         arguments = ["--help"]
     parsers = {
-        name: commands.add_parser(name, help=text, description=text)
+        name: commands.add_parser(name, help=text, description=textwrap.fill(text, WIDTH))
         for name, text in COMMANDS.items()
     }
     if chosen == arguments[0] and chosen not in parsers:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from lorakernels.train.absent_names import ABSENT
+from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.errors import (
     FinetuneError,
     Interrupted,
+    ModelError,
     OptionError,
     describe_os_error,
     require,
 )
+from lorakernels.train.model_folder import why_no_model
 from lorakernels.train.names import unknown_argument
 from lorakernels.train.option_sources import Kind, default_of, kinds, resolve
 from lorakernels.train.options import FinetuneOptions
@@ -117,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
         options = resolve(given, DEMO_DEFAULTS)
         output = Path(str(options.output))
+        _check_paths(options)
         for module in NEEDED:
             require(module)
         if options.demo:
@@ -140,6 +145,16 @@ def run(args: argparse.Namespace) -> int:
             label="SIGINT",
         )
     return 0
+
+
+def _check_paths(options: FinetuneOptions) -> None:
+    """Name a folder or file that is not there before torch is imported. Ranks look together, later."""
+    if options.demo or "RANK" in os.environ:
+        return
+    if (why := why_no_model(Path(str(options.model)))) is not None:
+        raise ModelError(why)
+    find_sources([Path(name) for name in options.data])
+    find_sources(held_entries([Path(name) for name in options.eval_data])[0])
 
 
 def _fail(message: str, code: int, *, label: str = "error") -> int:
