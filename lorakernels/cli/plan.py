@@ -13,6 +13,7 @@ from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.model_folder import why_no_model
 from lorakernels.train.option_fields import targets_of
 
+ENDS_SOON = True
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 SEQ_LEN = 1024
 MACHINES = ("H200", "H100-80GB")

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from lorakernels.cli import export, plan
 from lorakernels.cli.__main__ import main
 
 LATE = ("torch", "transformers", "numpy")
@@ -112,3 +115,17 @@ def test_a_switch_that_a_file_turns_on_is_turned_off(
     assert main(words) == 2 and "demo brings its own model" in capsys.readouterr().err
     assert main([*words, "--no-demo"]) == 2
     assert "data and output are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "collects"),
+    [(plan, "plan --model m", False), (export, "export --model m --adapter a --output o", True)],
+    ids=["plan", "export"],
+)
+def test_a_command_that_ends_soon_collects_no_garbage(
+    module: ModuleType, words: str, collects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(module, "run", lambda options: seen.append(gc.isenabled()) or 0)
+    assert main(words.split()) == 0
+    assert seen == [collects] and gc.isenabled()
