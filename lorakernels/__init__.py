@@ -1,64 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names."""
+"""LoRA fine-tuning over a frozen FP8 base, from custom kernels up: the public names.
+
+A name is imported when it is asked for, so that `lorakernels --help` does not wait for torch. With the first name that
+needs torch come the ops, `torch.ops.lorakernels.*`. `import lorakernels.ops` brings them alone.
+"""
 
 import sys
-from typing import NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import lorakernels.installed  # noqa: F401  (first: a source tree without graphs and _C ends here)
-from lorakernels.autograd import (
-    bias_dropout_add,
-    get_bias_dropout_add,
-    linear_cross_entropy,
-    quantize_head,
-)
-from lorakernels.checkpoints import Exported, check_export, export_model
-from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-from lorakernels.checkpoints.base_files import BaseFiles
-from lorakernels.checkpoints.loading import Loaded, load_quantized
-from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
-from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
-from lorakernels.fusion.unload import merge_and_unload, unload
-from lorakernels.loops import Attached, attach, rehearsal
-from lorakernels.modules import (
-    AdapterBatch,
-    FrozenFP8Linear,
-    LoRAExperts,
-    LoRALinear,
-    LoRALinearGroup,
-    LoRAReport,
-    apply_lora,
-    batch_adapters,
-    disable_lora,
-    group_projections,
-    merge_lora,
-    training_state_dict,
-    unmerge_lora,
-)
-from lorakernels.modules.angles import angles_by_document
-from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import (
-    ContextParallel,
-    Microbatch,
-    PipelineParallel,
-    PlanAxes,
-    ShardPlan,
-    TensorParallel,
-    VocabularyHead,
-    context_parallel,
-    parallelize,
-    pipeline_parallel,
-    shard_base,
-)
-from lorakernels.parallel.offload import Offload
-from lorakernels.state.fp8 import FP8State
-from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
-from lorakernels.values import LogitChange
+from lorakernels.lazy import submodule
+
+if TYPE_CHECKING:  # what _HOMES says at run time
+    from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
+    from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
+    from lorakernels.checkpoints import Exported, check_export, export_model
+    from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
+    from lorakernels.checkpoints.base_files import BaseFiles
+    from lorakernels.checkpoints.loading import Loaded, load_quantized
+    from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
+    from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
+    from lorakernels.fusion.unload import merge_and_unload, unload
+    from lorakernels.loops.attached import Attached, attach
+    from lorakernels.loops.rehearsal import rehearsal
+    from lorakernels.modules import (
+        AdapterBatch,
+        FrozenFP8Linear,
+        LoRAExperts,
+        LoRALinear,
+        LoRALinearGroup,
+        LoRAReport,
+        apply_lora,
+        batch_adapters,
+        disable_lora,
+        group_projections,
+        merge_lora,
+        training_state_dict,
+        unmerge_lora,
+    )
+    from lorakernels.modules.angles import angles_by_document
+    from lorakernels.modules.logits import change_of_logits
+    from lorakernels.parallel import (
+        ContextParallel,
+        Microbatch,
+        PipelineParallel,
+        ShardPlan,
+        TensorParallel,
+        VocabularyHead,
+        context_parallel,
+        parallelize,
+        pipeline_parallel,
+        shard_base,
+    )
+    from lorakernels.parallel.offload import Offload
+    from lorakernels.plan_axes import PlanAxes
+    from lorakernels.state.fp8 import FP8State
+    from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
+    from lorakernels.values import LogitChange
 
 __version__ = "0.1.0"
 
+_HOMES = {  # {module: the public names that are imported from it}
+    "autograd.bias_dropout_add": "bias_dropout_add get_bias_dropout_add",
+    "autograd.linear_cross_entropy": "linear_cross_entropy quantize_head",
+    "checkpoints": "Exported check_export export_model",
+    "checkpoints.adapters": "load_adapter read_adapter save_adapter",
+    "checkpoints.base_files": "BaseFiles",
+    "checkpoints.loading": "Loaded load_quantized",
+    "config": "BlockScaling DelayedScaling LoRAConfig MMParams",
+    "fusion.fuse": "FuseReport fuse unfuse",
+    "fusion.unload": "merge_and_unload unload",
+    "loops.attached": "Attached attach",
+    "loops.rehearsal": "rehearsal",
+    "modules": "AdapterBatch FrozenFP8Linear LoRAExperts LoRALinear LoRALinearGroup LoRAReport apply_lora "
+    "batch_adapters disable_lora group_projections merge_lora training_state_dict unmerge_lora",
+    "modules.angles": "angles_by_document",
+    "modules.logits": "change_of_logits",
+    "parallel": "ContextParallel Microbatch PipelineParallel ShardPlan TensorParallel VocabularyHead "
+    "context_parallel parallelize pipeline_parallel shard_base",
+    "parallel.offload": "Offload",
+    "plan_axes": "PlanAxes",
+    "state.fp8": "FP8State",
+    "state.philox": "PhiloxState PhiloxStates model_parallel_states",
+    "values": "LogitChange",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 
-def __getattr__(name: str) -> NoReturn:
-    """Say the right name for one that differs in its capitals, as PEFT's LoraConfig does."""
+
+def _find(name: str) -> Any:
+    """The `__getattr__` of this module (PEP 562): imports a public name or a submodule."""
+    if name in _HOME_OF:
+        return _import(name)
+    module = submodule(__name__, name)
+    if module is None:
+        raise _unknown(name, asked_by=sys._getframe(1).f_code.co_name)
+    return module
+
+
+def _import(name: str) -> Any:
+    try:
+        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        if "torch" in sys.modules:
+            import_module(f"{__name__}.autograd")  # it registers the ops
+    except AttributeError as error:  # `from lorakernels import ...` would drop its text
+        raise ImportError(f"cannot import {name!r} from {__name__!r}: {error}") from error
+    globals()[name] = found
+    return found
+
+
+def _unknown(name: str, asked_by: str) -> Exception:
+    """An error that says the right name for one that differs in its capitals, as PEFT's LoraConfig does."""
     meant = next((known for known in __all__ if known.casefold() == name.casefold()), None)
     text = f"module {__name__!r} has no attribute {name!r}"
     if meant is not None:
@@ -66,9 +118,16 @@ def __getattr__(name: str) -> NoReturn:
     if name == "LoraConfig":
         text += ". apply_lora takes a peft.LoraConfig, too"
     # `from lorakernels import ...` asks from here, and would drop the text of an AttributeError
-    importing = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-    raise (ImportError if importing and meant is not None else AttributeError)(text)
+    importing = asked_by == "_handle_fromlist"
+    return (ImportError if importing and meant is not None else AttributeError)(text)
 
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+    __getattr__ = _find
 
 __all__ = [
     "AdapterBatch",

@@ -87,7 +87,11 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes, **heads))
     model.save_pretrained("path/to/llama")
-    return {**vars(lorakernels), "torch": torch, "model": model}
+    return {
+        **{name: getattr(lorakernels, name) for name in lorakernels.__all__},
+        "torch": torch,
+        "model": model,
+    }
 
 
 def run(code: str, names: dict[str, Any]) -> None:

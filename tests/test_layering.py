@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
     ("peft_config",),
-    ("_C", "config", "graphs", "installed", "values"),
+    ("_C", "config", "graphs", "installed", "lazy", "plan_axes", "values"),
     ("device",),
     ("numerics",),
     ("kernels",),

@@ -14,6 +14,9 @@ from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, Lo
 from lorakernels.autograd.lora_linear import lora_linear
 from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
 from lorakernels.autograd.traced_slot import traced_slot
+from lorakernels.lazy import offer_submodules
+
+offer_submodules(__name__)
 
 __all__ = [
     "Adapter",

@@ -17,6 +17,7 @@ from typing import Any
 
 from lorakernels.cli.doctor_page import render
 
+ENDS_SOON = True
 PACKAGES = (
     "lorakernels",
     "torch",

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lorakernels.train.model_folder import why_no_model
+
 EPILOG = """\
-exit codes: 0 done, 1 it failed (the message says why), 2 an option is wrong, 130 / 143 after SIGINT / SIGTERM.
-Unless it is 0, nothing is at --output, or what was there before."""
+exit codes: 0 done, 1 it failed (the message says why), 2 an option is wrong,
+130 / 143 after SIGINT / SIGTERM. Unless it is 0, nothing is at --output, or
+what was there before."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +50,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the export. Every expected failure becomes one line on stderr and an exit code."""
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        from lorakernels import export_model
-        from lorakernels.train.model_folder import why_no_model
-
         if (why := why_no_model(Path(args.model))) is not None:
             return _fail(f"error: {why}", 1)
+        from lorakernels import export_model
+
         done = export_model(
             args.model,
             args.adapter,

@@ -4,22 +4,27 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lorakernels.train.absent_names import ABSENT
+from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.errors import (
     FinetuneError,
     Interrupted,
+    ModelError,
     OptionError,
     describe_os_error,
     require,
 )
+from lorakernels.train.model_folder import why_no_model
 from lorakernels.train.names import unknown_argument
-from lorakernels.train.option_sources import default_of, kinds, resolve
+from lorakernels.train.option_sources import Kind, default_of, kinds, resolve
 from lorakernels.train.options import FinetuneOptions
 
 NEEDED = ("numpy", "rich", "matplotlib", "transformers", "tokenizers")
@@ -27,35 +32,42 @@ GROUPS = (
     "input and output", "data", "adapter", "optimisation", "evaluation", "checkpoints and logs", "runtime", "machine",
 )  # fmt: skip
 EPILOG = """\
-exit codes: 0 done, 1 the run failed (the message says why), 2 an option is wrong,
-130 / 143 saved and stopped after SIGINT / SIGTERM: run again with --resume"""
+exit codes: 0 done, 1 the run failed (the message says why), 2 an option is
+wrong, 130 / 143 saved and stopped after SIGINT / SIGTERM: go on with --resume"""
+USAGE = """\
+lorakernels finetune --model DIR --data FILE... --output DIR [options]
+       lorakernels finetune --demo"""
+EXAMPLE = "lorakernels finetune --model smollm2 --data chat.jsonl --output out --epochs 3"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per field of FinetuneOptions. A flag that is not given sets nothing in the namespace."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+class HelpAll(argparse.Action):
+    """--help-all: the page of --help, with every option, by groups."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        page = type(parser)(prog=parser.prog)
+        add_arguments(page, every=True)
+        page.description = parser.description
+        page.print_help()
+        parser.exit()
+
+
+def add_arguments(parser: argparse.ArgumentParser, every: bool = False) -> None:
+    """Add the flags of each field of FinetuneOptions. A flag that is not given sets nothing in the namespace.
+
+    --help shows those with a brief text, or `every` one.
+    """
+    parser.formatter_class = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26)
+    parser.usage = USAGE
+    parser.description = f"{parser.description}, for example:\n  {EXAMPLE}"
     parser.epilog = EPILOG
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
+    what = f"show all {len(fields(FinetuneOptions)) + 1} options"
+    parser.add_argument("--help-all", nargs=0, action=HelpAll, default=argparse.SUPPRESS, help=what)
+    groups = [parser.add_argument_group(name) if every else parser for name in GROUPS]
+    add_to = {name: group.add_argument for name, group in zip(GROUPS, groups, strict=True)}
     types = kinds()
     for item in fields(FinetuneOptions):
-        group = groups[item.metadata["group"]]
-        scalar, is_list, _ = types[item.name]
-        flag = "--" + item.name.replace("_", "-")
-        keywords: dict[str, Any] = {
-            "dest": item.name,
-            "default": argparse.SUPPRESS,
-            "help": _help(item),
-        }
-        if scalar is bool:
-            keywords["action"] = argparse.BooleanOptionalAction
-        else:
-            keywords.update(
-                type=scalar, metavar=item.metadata["metavar"] or scalar.__name__.upper()
-            )
-            if is_list:
-                keywords["nargs"] = "+"
-        group.add_argument(flag, **keywords)
-    groups["input and output"].add_argument(
+        _add_option(add_to[item.metadata["group"]], item, types[item.name], _help(item, every))
+    add_to["input and output"](
         "--config",
         metavar="FILE",
         default=argparse.SUPPRESS,
@@ -63,16 +75,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_option(add: Callable[..., Any], item: Field[Any], kind: Kind, text: str) -> None:
+    """Add one flag. A switch that is off has a --no- form, too, against a YAML file's; no page shows it."""
+    scalar, is_list, _ = kind
+    name = item.name.replace("_", "-")
+    keywords: dict[str, Any] = {"dest": item.name, "default": argparse.SUPPRESS, "help": text}
+    if scalar is bool and item.default is False:
+        add(f"--{name}", action="store_true", **keywords)
+        hidden = keywords | {"help": argparse.SUPPRESS}
+        add(f"--no-{name}", action="store_false", **hidden)
+    elif scalar is bool:
+        add(f"--{name}", action=argparse.BooleanOptionalAction, **keywords)
+    else:
+        metavar = item.metadata["metavar"] or scalar.__name__.upper()
+        keywords |= {"type": scalar, "metavar": metavar} | ({"nargs": "+"} if is_list else {})
+        add(f"--{name}", **keywords)
+
+
 def unknown(words: Sequence[str]) -> str:
     """The message about words that are no option. It suggests our option for a name that another trainer uses."""
-    return unknown_argument(words, [*kinds(), "config"], ABSENT)
+    return unknown_argument(words, [*kinds(), "config", "help_all"], ABSENT)
 
 
-def _help(item: Any) -> str:
+def _help(item: Field[Any], every: bool) -> str:
+    brief = item.metadata["brief"]
+    if brief is None and not every:
+        return argparse.SUPPRESS
+    text = item.metadata["help"] if every else brief or item.metadata["help"]
     default = default_of(item)
     shown = " ".join(default) if isinstance(default, list) else default
-    suffix = "" if shown in (None, "") else f" (default: {shown})"
-    return (item.metadata["help"] + suffix).replace("%", "%%")
+    suffix = "" if shown in (None, "") or shown is False else f" (default: {shown})"
+    return (str(text) + suffix).replace("%", "%%")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
         options = resolve(given, DEMO_DEFAULTS)
         output = Path(str(options.output))
+        _check_paths(options)
         for module in NEEDED:
             require(module)
         if options.demo:
@@ -111,6 +145,16 @@ def run(args: argparse.Namespace) -> int:
             label="SIGINT",
         )
     return 0
+
+
+def _check_paths(options: FinetuneOptions) -> None:
+    """Name a folder or file that is not there before torch is imported. Ranks look together, later."""
+    if options.demo or "RANK" in os.environ:
+        return
+    if (why := why_no_model(Path(str(options.model)))) is not None:
+        raise ModelError(why)
+    find_sources([Path(name) for name in options.data])
+    find_sources(held_entries([Path(name) for name in options.eval_data])[0])
 
 
 def _fail(message: str, code: int, *, label: str = "error") -> int:

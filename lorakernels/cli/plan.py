@@ -8,12 +8,19 @@ import re
 import sys
 from pathlib import Path
 
+from lorakernels import PlanAxes
+from lorakernels.train.errors import FinetuneError, OptionError
+from lorakernels.train.model_folder import why_no_model
+from lorakernels.train.option_fields import targets_of
+
+ENDS_SOON = True
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
 SEQ_LEN = 1024
+MACHINES = ("H200", "H100-80GB")
 EPILOG = """\
-exit codes: 0 planned, 1 nothing fits, gathers and copies cannot be hidden, or the model, the machine or a module's name
-is unknown (the message says which), 2 another option is wrong. docs/plan.md says how far predictions are
-from what was measured."""
+exit codes: 0 planned, 1 nothing fits, or there is no plan for another reason
+(the message says which), 2 an option is wrong. docs/plan.md says how far
+predictions are from what was measured."""
 
 
 def size(text: str) -> int:
@@ -36,8 +43,18 @@ def count(text: str) -> int:
     return int(text)
 
 
+def machine(text: str) -> str:
+    """A name of a machine that a plan knows."""
+    if text not in MACHINES:
+        raise argparse.ArgumentTypeError(
+            f"expected {' or '.join(MACHINES)}, found {text!r}; --probe measures this machine's GPU instead"
+        )
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "lorakernels plan --model DIR [--gpus N] [--seq-len S] [options]"
     parser.epilog = EPILOG
     add = parser.add_argument
     add(
@@ -78,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=count,
         metavar="M",
-        help="of a step, through the stages (default: as many as stages)",
+        help="of a step, through the stages (default: --pp)",
     )
     add(
         "--memory",
@@ -88,8 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--machine",
-        default="H200",
-        help="H200 or H100-80GB, by constants of docs/plan.md (default: H200)",
+        type=machine,
+        default=MACHINES[0],
+        metavar="NAME",
+        help=f"{' or '.join(MACHINES)}, by constants of docs/plan.md (default: {MACHINES[0]})",
     )
     add("--probe", action="store_true", help="measure this machine's GPU for a second instead")
     add(
@@ -109,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--sharded-optimizer", action="store_true",
-        help="split AdamW's state over the GPUs, as lorakernels.parallel.ShardedAdamW does in a loop of your own",
+        help="split AdamW's state over the GPUs, by ShardedAdamW in a loop of your own",
     )  # fmt: skip
     add(
         "--allow-exposed", action="store_true",
@@ -119,17 +138,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan. Every expected failure becomes one line on stderr and an exit code."""
-    from lorakernels.train.errors import FinetuneError, OptionError
-    from lorakernels.train.model_folder import why_no_model
-    from lorakernels.train.preflight import check_length, read_config
-
     try:
         folder = Path(args.model)
         if (why := why_no_model(folder)) is not None:
             return _fail(why, 1)
-        config = read_config(folder)
-        check_length(config.get_text_config(), args.seq_len)
-        print(_plan(config, args))
+        axes = PlanAxes(
+            args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer, args.tp
+        )
+        host_memory = args.host_memory or (None if args.probe else 0)
+        axes.check(args.seq_len, host_memory)  # what is wrong so far is said without torch
+        print(_plan(folder, args, axes, host_memory))
     except OptionError as error:
         return _fail(str(error), 2)
     except (FinetuneError, ValueError, TypeError) as error:
@@ -137,20 +155,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(config: object, args: argparse.Namespace) -> object:
-    from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, PlanAxes, ShardPlan
-    from lorakernels.train.option_fields import targets_of
+def _plan(
+    folder: Path, args: argparse.Namespace, axes: PlanAxes, host_memory: int | None
+) -> object:
+    from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, ShardPlan
+    from lorakernels.train.preflight import check_length, read_config
 
+    config = read_config(folder)
+    check_length(config.get_text_config(), args.seq_len)
     fp8 = BlockScaling() if args.fp8_recipe == "block" else DelayedScaling()
     lora = LoRAConfig(r=args.r, target_modules=targets_of(args.target_modules), fp8=fp8)
     return ShardPlan.of(
         config,
         args.memory,
         (args.batch_size, args.seq_len),
-        PlanAxes(args.gpus, args.cp, args.pp, args.microbatches, args.sharded_optimizer, args.tp),
+        axes,
         lora=lora,
         machine="probe" if args.probe else args.machine,
-        host_memory=args.host_memory or (None if args.probe else 0),
+        host_memory=host_memory,
         allow_exposed=args.allow_exposed,
     )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
+from lorakernels.lazy import offer_submodules
 from lorakernels.modules.apply import apply_lora
 from lorakernels.modules.batch import AdapterBatch, batch_adapters
 from lorakernels.modules.dora import DoRALinear
@@ -17,6 +18,8 @@ from lorakernels.modules.merge import (
     unmerge_lora,
 )
 from lorakernels.modules.report import LoRAReport, ModuleReport
+
+offer_submodules(__name__)
 
 __all__ = [
     "AdapterBatch",

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from lorakernels.modules.lora import LoRALinear, rows_of_call
 from lorakernels.numerics.segments import adapters_of, cut_sequence
@@ -55,7 +55,7 @@ class BatchInput:
         )
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _adapters_of_call(layer: LoRALinear) -> int:
     rows = rows_of_call(layer)
     return adapters_of(layer.lora_A) if rows is None else len(rows.numbers)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from lorakernels.autograd import (
     Adapter,
@@ -53,7 +54,7 @@ def rows_of_call(layer: LoRALinear) -> AdapterRows | None:
     return calls.of(layer.lora_A.device, layer.training)
 
 
-@torch.compiler.disable
+@_disable_dynamo
 def _traced_factors(layer: LoRALinear) -> tuple[Tensor, Tensor]:
     """A and B of a call that is compiled. What backward runs is no part of the trace."""
     rows = rows_of_call(layer)

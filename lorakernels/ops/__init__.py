@@ -6,6 +6,7 @@ The dispatcher is torch's: `torch.ops.lorakernels.*` has the same ops under flat
 autograd/, which calls these ops; to differentiate through one of them raises torch's "no autograd formula".
 """
 
+from lorakernels.lazy import offer_submodules
 from lorakernels.ops.amax_and_scale_update import amax_and_scale_update
 from lorakernels.ops.bias_dropout_add import (
     bias_dropout_add,
@@ -39,6 +40,8 @@ from lorakernels.ops.swiglu import (
 )
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
+
+offer_submodules(__name__)
 
 __all__ = [
     "Dropout",

@@ -46,6 +46,7 @@ from lorakernels.parallel.plan_time import (
     forward,
     stretched,
 )
+from lorakernels.plan_axes import PlanAxes, positive
 
 EXPOSED = 0.02  # of a step: copies that add less count as hidden
 EQUAL = 1.01  # steps that differ by less count as equally fast
@@ -77,85 +78,6 @@ class LayerTime:
         first = max(self.gather, self.copy, self.send)
         last = max(self.gather, self.copy + self.send)
         return max(0.0, first - self.forward) + max(0.0, last - self.backward)
-
-
-@dataclass(frozen=True)
-class PlanAxes:
-    """How many GPUs train, how many of them share a row (`cp`, context parallel), or have a model's stages (`pp`).
-
-    With both, `cp` GPUs have each of the `pp` stages, and a row is on `cp · pp` of them.
-    `microbatches` of a step run through the stages; None is as many as stages. With `sharded_optimizer` all GPUs split
-    AdamW's state, as ShardedAdamW does. `tp` GPUs hold each layer together (tensor parallel), with rows split between
-    layers, and embedding and head by tokens where `finetune --tp` does so. With `cp`, `tp · cp` GPUs share a row.
-    """
-
-    gpus: int
-    cp: int = 1
-    pp: int = 1
-    microbatches: int | None = None
-    sharded_optimizer: bool = False
-    tp: int = 1
-
-    @property
-    def in_a_step(self) -> int:
-        return self.pp if self.microbatches is None else self.microbatches
-
-    def check(self, length: int, host_memory: int | None) -> None:
-        """Raise ValueError if they do not fit a row of `length` tokens, or each other."""
-        _positive("gpus", self.gpus)
-        for name in ("cp", "pp", "tp"):
-            if self.gpus % _positive(name, getattr(self, name)):
-                raise ValueError(
-                    f"{name} must divide the {self.gpus} gpus, found {getattr(self, name)}"
-                )
-        if self.sharded_optimizer and (self.gpus == 1 or self.pp > 1):
-            raise ValueError(
-                f"sharded_optimizer needs several GPUs with the same layers, found {self.gpus} with pp {self.pp}"
-            )
-        if self.gpus % (self.cp * self.pp):
-            raise ValueError(
-                f"cp · pp must divide the {self.gpus} gpus, found {self.cp} · {self.pp}"
-            )
-        if self.tp > 1:
-            self._check_tensor(length, host_memory)
-        if self.cp > 1 and length % (2 * self.cp):
-            raise ValueError(
-                f"tokens of a row must be a multiple of 2 cp = {2 * self.cp}, found {length}"
-            )
-        if self.microbatches is not None and self.pp == 1:
-            raise ValueError(
-                f"microbatches are of pipeline stages, found {self.microbatches} with pp 1"
-            )
-        if self.pp > 1 and _positive("microbatches", self.in_a_step) < self.pp:
-            raise ValueError(f"microbatches must be at least pp, {self.pp}, found {self.in_a_step}")
-        if self.pp > 1 and host_memory:
-            raise ValueError(
-                f"host_memory does not go with pp {self.pp}: stages have no offloaded base and no offloaded activations"
-            )
-
-    def _check_tensor(self, length: int, host_memory: int | None) -> None:
-        """Raise ValueError for what does not go with layers that GPUs hold together."""
-        if self.pp > 1:
-            raise ValueError(
-                f"tp does not go with pp: parallelize refuses stages, found tp {self.tp} with pp {self.pp}"
-            )
-        if self.sharded_optimizer:
-            raise ValueError(
-                f"sharded_optimizer does not go with tp {self.tp}: parallelize refuses ShardedAdamW"
-            )
-        if host_memory:
-            raise ValueError(
-                f"host_memory does not go with tp {self.tp}: split layers have no offloaded activations, and finetune "
-                "refuses an offloaded base of theirs"
-            )
-        if self.gpus % (self.tp * self.cp):
-            raise ValueError(
-                f"tp · cp must divide the {self.gpus} gpus, found {self.tp} · {self.cp}"
-            )
-        if length % (self.tp * self.cp):
-            raise ValueError(
-                f"tokens of a row must be a multiple of tp · cp = {self.tp * self.cp}, found {length}"
-            )
 
 
 @dataclass(frozen=True)
@@ -222,11 +144,11 @@ class ShardPlan:
         """
         found = _machine(machine)
         if memory is not None:
-            found = found.with_memory(_positive("memory", memory))
+            found = found.with_memory(positive("memory", memory))
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)
-        batch = Batch(_positive("tokens", many), _positive("tokens", length), axes.cp, axes.tp)
+        batch = Batch(positive("tokens", many), positive("tokens", length), axes.cp, axes.tp)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
         host = (host_memory_limit() or 0) if host_memory is None else host_memory
@@ -429,12 +351,6 @@ def _best(plans: list[ShardPlan]) -> ShardPlan:
     limit = EQUAL * min(plan.step for plan in plans)
     fastest = [plan for plan in plans if plan.step <= limit]
     return min(fastest, key=lambda p: (p.bytes.host, p.placement.ranks))
-
-
-def _positive(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive whole number, found {value!r}")
-    return value
 
 
 def _machine(given: str | Machine) -> Machine:

@@ -89,10 +89,9 @@ class ModelSize:
                 not split them over `tp`.
         """
         recipe = None if lora is None else lora.fp8
-        if not isinstance(model, nn.Module):
-            model = _on_meta(model)
-        if not any(isinstance(m, LoRALinear) for m in model.modules()):
-            model = _on_meta(model.config)
+        built = isinstance(model, nn.Module)
+        if not built or not any(isinstance(m, LoRALinear) for m in model.modules()):
+            model = _on_meta(model.config if built else model)
             _check(model)
             chosen = lora or LoRAConfig(target_modules="all-linear")
             apply_lora(model, replace(chosen, fp8=None))

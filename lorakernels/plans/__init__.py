@@ -17,3 +17,7 @@ forward or a backward that needs torch to compute something has no plan, and run
 bias's gradient, a mask for each of several projections, and the check of an fp16 gradient for an overflow. The reports
 of `apply_lora` and `fuse` say which forwards ran by plans, and why the others did not.
 """
+
+from lorakernels.lazy import offer_submodules
+
+offer_submodules(__name__)

@@ -139,6 +139,7 @@ def unknown_argument(
     if why := why_absent(name, known, absent or {}):
         return f"unknown option {flag}: {why}"
     flags = [prefix + each.replace("_", "-") for each in near(name, known)]
+    page = "--help-all" if "help_all" in known else "--help"
     return f"unknown option {flag}; " + (
-        f"did you mean {' or '.join(flags)}?" if flags else "see --help"
+        f"did you mean {' or '.join(flags)}?" if flags else f"see {page}"
     )

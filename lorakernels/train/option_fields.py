@@ -10,11 +10,18 @@ ALL_LINEAR = "all-linear"
 
 
 def about(
-    group: str, text: str, metavar: str | None = None, choices: tuple[str, ...] = ()
+    group: str,
+    text: str,
+    metavar: str | None = None,
+    choices: tuple[str, ...] = (),
+    brief: str | None = None,
 ) -> dict[str, Any]:
-    """Metadata of an option. With `choices` the option takes one of them, and --help shows them."""
+    """Metadata of an option. With `choices` the option takes one of them, and --help-all shows them.
+
+    --help has the options that most runs set. These have a `brief` text for it, of one line. "" takes the whole one.
+    """
     shown = "{" + ",".join(choices) + "}" if choices else metavar
-    return {"group": group, "help": text, "metavar": shown, "choices": choices}
+    return {"group": group, "help": text, "metavar": shown, "choices": choices, "brief": brief}
 
 
 def option(
@@ -23,8 +30,9 @@ def option(
     text: str,
     metavar: str | None = None,
     choices: tuple[str, ...] = (),
+    brief: str | None = None,
 ) -> Any:
-    return field(default=default, metadata=about(group, text, metavar, choices))
+    return field(default=default, metadata=about(group, text, metavar, choices, brief))
 
 
 def names_of(items: list[str]) -> list[str]:

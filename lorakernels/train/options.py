@@ -31,11 +31,13 @@ class FinetuneOptions(RunningOptions):
         "model directory: config.json, safetensors weights and tokenizer files; nothing is downloaded "
         "and no code from it is run",
         metavar="DIR",
+        brief="folder with config.json, weights and tokenizer",
     )
     demo: bool = option(
         False,
         "input and output",
         "train a small byte-level base on this Python's own sources first, then adapt it to the help texts of pydoc",
+        brief="train and adapt a small model, without any file",
     )
     data: list[str] = field(
         default_factory=list,
@@ -44,6 +46,7 @@ class FinetuneOptions(RunningOptions):
             "data files or folders: rows in .jsonl, .json, .csv, .tsv, .parquet or a folder of the datasets library, "
             "or UTF-8 text, one document each; .gz, .bz2, .xz and .zst are unpacked",
             metavar="FILE",
+            brief="files or folders: .jsonl, .csv, .parquet, text, ...",
         ),
     )
     jobs: str | None = option(
@@ -57,15 +60,20 @@ class FinetuneOptions(RunningOptions):
         "input and output",
         "where adapter, checkpoints, metrics.jsonl and loss.png go; the demo's default is demo-output",
         metavar="DIR",
+        brief="folder for adapter, checkpoints and loss.png",
     )
     merge: str | None = option(
         None,
         "input and output",
         "also write the merged model to merged/ in the output directory, as lorakernels export does",
         choices=FORMATS,
+        brief="also write the merged model",
     )
     resume: bool = option(
-        False, "input and output", "go on from the newest good checkpoint in the output directory"
+        False,
+        "input and output",
+        "go on from the newest good checkpoint in the output directory",
+        brief="go on from the newest checkpoint in --output",
     )
 
     data_weights: list[float] = field(
@@ -97,9 +105,12 @@ class FinetuneOptions(RunningOptions):
         False, "data", "count rows that cannot be used and leave them out, instead of stopping"
     )
 
-    r: int = option(16, "adapter", "rank of the adapters")
+    r: int = option(16, "adapter", "rank of the adapters", brief="")
     lora_alpha: float = option(
-        32.0, "adapter", "scaling is lora_alpha / r (lora_alpha / sqrt(r) with use_rslora)"
+        32.0,
+        "adapter",
+        "scaling is lora_alpha / r (lora_alpha / sqrt(r) with use_rslora)",
+        brief="scaling is lora_alpha / r",
     )
     lora_dropout: float = option(0.05, "adapter", "dropout on the input of lora_A, in [0, 1)")
     target_modules: list[str] = field(
@@ -109,6 +120,7 @@ class FinetuneOptions(RunningOptions):
             "module names to adapt, by PEFT's rules, with spaces or commas between them; all-linear means every linear "
             "layer except the output head",
             metavar="NAME",
+            brief="the layers to adapt, by name",
         ),
     )
     exclude_modules: list[str] = field(
@@ -146,20 +158,23 @@ class FinetuneOptions(RunningOptions):
     )
 
     seq_len: int = option(
-        1024, "optimisation", "tokens per packed sequence; longer documents are split"
+        1024, "optimisation", "tokens per packed sequence; longer documents are split", brief=""
     )
     isolate_documents: bool = option(
         True,
         "optimisation",
         "attention does not cross documents packed into one row; without it a row is causal as a whole",
     )
-    batch_size: int = option(4, "optimisation", "packed sequences per microbatch")
-    grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")
-    steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs")
+    batch_size: int = option(4, "optimisation", "packed sequences per microbatch", brief="")
+    grad_accum: int = option(1, "optimisation", "microbatches per optimizer step", brief="")
+    steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs", brief="")
     epochs: float = option(
-        1.0, "optimisation", "passes over the training data, when steps is not given"
+        1.0,
+        "optimisation",
+        "passes over the training data, when steps is not given",
+        brief="passes over the data",
     )
-    lr: float = option(2e-4, "optimisation", "peak learning rate")
+    lr: float = option(2e-4, "optimisation", "peak learning rate", brief="")
     min_lr_ratio: float = option(
         0.1, "optimisation", "learning rate at the last step, as a share of lr"
     )
@@ -188,7 +203,10 @@ class FinetuneOptions(RunningOptions):
     )
 
     eval_fraction: float = option(
-        0.05, "evaluation", "share of the tokens held out, whole documents where possible"
+        0.05,
+        "evaluation",
+        "share of the tokens held out, whole documents where possible",
+        brief="share of the data held out",
     )
     eval_every: int = option(
         100, "evaluation", "steps between evaluations; 0 evaluates only at start and end"

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from lorakernels.cli import plan as command
 from lorakernels.cli.__main__ import main
 from lorakernels.cli.plan import SEQ_LEN
+from lorakernels.parallel.plan_machine import MACHINES
 from lorakernels.train.options import FinetuneOptions
 
 LLAMA = {
@@ -100,11 +102,10 @@ def test_layers_that_gpus_hold_together_are_planned(
             ["--seq-len=64", "--memory=40GB", "--host-memory=100GB"],
             "ms of .* a step are not hidden. Take more tokens, or allow_exposed",
         ),
-        (["--seq-len=64", "--machine=B200"], "machine must be probe or one of H200, H100-80GB, found 'B200'"),
         (["--seq-len=64", "--probe"], "a probe needs a GPU with FP8 tensor cores, found cpu"),
         (["--seq-len=64", "--target-modules=nothing"], "nothing"),
     ],
-    ids=["memory", "cp", "pp", "tp", "heads", "exposed", "machine", "probe", "targets"],
+    ids=["memory", "cp", "pp", "tp", "heads", "exposed", "probe", "targets"],
 )  # fmt: skip
 def test_what_cannot_be_planned(
     model: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch
@@ -142,9 +143,10 @@ def test_there_must_be_a_config_of_a_known_family(model: Path, capsys) -> None:
         (["--seq-len=64", "--memory=80XB"], "argument --memory: expected a size such as 80GB"),
         (["--seq-len=64", "--memory=1.2.3GB"], "argument --memory: expected a size such as 80GB"),
         (["--seq-len=64", "--memory=1e999"], "argument --memory: expected a size such as 80GB"),
+        (["--machine=B200"], "argument --machine: expected H200 or H100-80GB, found 'B200'; --probe"),
         (["--seq=64"], "unknown option --seq; did you mean --seq-len?"),
     ],
-    ids=["seq", "gpus", "unit", "number", "infinite", "old name"],
+    ids=["seq", "gpus", "unit", "number", "infinite", "machine", "old name"],
 )  # fmt: skip
 def test_options_are_checked_first(model: Path, options, message, capsys) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -170,3 +172,7 @@ def test_the_default_sequence_is_finetune_s(model: Path, capsys) -> None:
     told = capsys.readouterr().out
     assert plan(model) == 0
     assert capsys.readouterr().out == told
+
+
+def test_the_command_names_the_machines_that_a_plan_knows() -> None:
+    assert list(MACHINES) == list(command.MACHINES)

@@ -36,6 +36,6 @@ def test_every_option_and_every_name_is_in_the_docs() -> None:
     text = re.sub(r"torchrun --nproc-per-node 2 --no-python", "", TEXT)
     named = {name.replace("-", "_") for name in re.findall(r"--([a-z][a-z0-9-]+)", text)}
     assert set(vars(RunningOptions())) <= named
-    assert {name.removeprefix("no_") for name in named} - {"help"} <= set(kinds())
+    assert {name.removeprefix("no_") for name in named} - {"help", "help_all"} <= set(kinds())
     for names in (OPTIMS, SCHEDULES, LOGGERS):
         assert all(re.search(rf"\b{name}\b", TEXT) for name in names)

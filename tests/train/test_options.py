@@ -19,9 +19,9 @@ from lorakernels.train.yaml_text import load_yaml
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
 
-def test_help_documents_every_option() -> None:
+def test_help_all_documents_every_option() -> None:
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_arguments(parser, every=True)
     shown = " ".join(parser.format_help().split())
     for item in fields(FinetuneOptions):
         assert "--" + item.name.replace("_", "-") in shown
@@ -229,7 +229,7 @@ def test_example_config_is_valid() -> None:
         ("--no-fusee", "unknown option --no-fusee; did you mean --no-fuse"),
         ("--no-cuda", "unknown option --no-cuda; did you mean --device?"),
         ("--konfig a", "unknown option --konfig; did you mean --config?"),
-        ("--zzz", "unknown option --zzz; see --help"),
+        ("--zzz", "unknown option --zzz; see --help-all"),
         (
             "--load-in-4bits",
             "unknown option --load-in-4bits: there is no 4-bit or 8-bit base; the base is in FP8",

@@ -15,6 +15,7 @@ from lorakernels.fusion.families.qwen2 import QWEN2
 from lorakernels.fusion.families.qwen3 import QWEN3
 from lorakernels.fusion.families.smollm3 import SMOLLM3
 from lorakernels.fusion.families.spec import LayerSpec
+from lorakernels.lazy import offer_submodules
 
 FAMILIES: tuple[LayerSpec, ...] = (
     LLAMA,
@@ -30,6 +31,8 @@ FAMILIES: tuple[LayerSpec, ...] = (
 )
 KNOWN = ", ".join(spec.layer for spec in FAMILIES)  # for messages
 _BY_LAYER = {spec.layer: spec for spec in FAMILIES}
+
+offer_submodules(__name__)
 
 
 def family_of(kind: type) -> LayerSpec | None:

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-import lorakernels  # noqa: F401  (registers its ops)
+import lorakernels.ops  # noqa: F401  (registers them)
 from benchmarks.lib import breakdown
 
 CPU = torch.device("cpu")
