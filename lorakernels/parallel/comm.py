@@ -25,6 +25,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before any group: see _end_groups
 from torch import Tensor
 
 from lorakernels.parallel.shards import Shards
@@ -118,7 +119,8 @@ def _end_groups() -> None:
 
     `destroy_process_group` does not end a group's threads of gloo's: they live as long as the group. One that releases
     a work's tensors while Python is being finalized aborts the process, since torch asks for the GIL in a destructor
-    (https://github.com/pytorch/pytorch/issues/190489).
+    (https://github.com/pytorch/pytorch/issues/190489). torch.distributed.nn's functions keep the world that there is
+    when that module is first imported, as the default of an argument.
     """
     if len(_GROUPS):
         gc.collect()
