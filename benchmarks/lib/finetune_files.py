@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.peers.models import SPECS, Spec, dtype_of, empty_model, value
+from benchmarks.peers.texts import library_sources
 from lorakernels.train.byte_tokenizer import byte_tokenizer
-from lorakernels.train.demo import library_sources
 
 SHARD = 1 << 30  # bytes, about
 WRITERS = 4

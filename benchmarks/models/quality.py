@@ -44,11 +44,10 @@ from torch import Tensor, nn
 from benchmarks.lib.quality_summary import kind_of, summary
 from benchmarks.lib.quality_variants import VARIANTS, Context, Plan, Run, loss_of, te
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, write_csv
-from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
+from benchmarks.peers.texts import demo_texts
 from lorakernels.train.byte_tokenizer import VOCABULARY
-from lorakernels.train.demo import SHAPE
 from lorakernels.train.model import quiet_transformers, reproducible
 
 SEED_COLUMNS = (
@@ -86,8 +85,14 @@ def _chain(after: Tensor, rows: int, length: int, generator: torch.Generator) ->
     return torch.stack(columns, 1)
 
 
+DEMO = {
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 PLANS = {
-    "demo": Plan(SHAPE, demo_texts, base_lr=4e-3, lr=4e-3, steps=500, seeds=6),
+    "demo": Plan(DEMO, demo_texts, base_lr=4e-3, lr=4e-3, steps=500, seeds=6),
     "random": Plan(
         {
             "hidden_size": 1024,

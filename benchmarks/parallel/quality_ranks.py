@@ -49,8 +49,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.lib.curves import farthest
 from benchmarks.lib.ranks import average_gradients, largest, start_ranks
 from benchmarks.lib.rows import Row, arguments, environment, finish, parser, ratio, write_csv
-from benchmarks.lib.texts import demo_texts
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P
+from benchmarks.peers.texts import demo_texts
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora, fuse
 from lorakernels.fusion.over_ranks import together_of
 from lorakernels.parallel import context_parallel, parallelize, shard_base

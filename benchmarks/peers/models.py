@@ -8,21 +8,18 @@ whole in bf16: `Random` is a source for `load_quantized` that makes one tensor a
 from __future__ import annotations
 
 import contextlib
-import json
-import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.texts import library_sources
 from lorakernels import LoRAConfig, apply_lora
 from lorakernels.checkpoints.shards import Read, TensorInfo
 from lorakernels.train.byte_tokenizer import SPECIALS
-from lorakernels.train.demo import write_texts
 from lorakernels.train.flops import flops_per_token
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -241,14 +238,13 @@ def sizes(spec: Spec, adapted: str) -> tuple[int, int, float]:
 
 
 def token_rows(length: int, rows: int) -> Tensor:
-    """int64 [rows, length]: the sources that the demo's base learns from, byte by byte, <eos> after each."""
+    """int64 [rows, length]: the standard library's sources, byte by byte, <eos> after each."""
     eos = 256 + SPECIALS.index("<eos>")
     tokens: list[int] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for line in write_texts(Path(folder))[0].read_text().splitlines():
-            tokens += [*json.loads(line)["text"].encode(), eos]
-            if len(tokens) >= rows * length:
-                return torch.tensor(tokens[: rows * length]).view(rows, length)
+    for text in library_sources():
+        tokens += [*text.encode(), eos]
+        if len(tokens) >= rows * length:
+            return torch.tensor(tokens[: rows * length]).view(rows, length)
     raise ValueError(
-        f"the demo's text has {len(tokens)} tokens, {rows} rows of {length} were asked for"
+        f"the sources have {len(tokens)} tokens, {rows} rows of {length} were asked for"
     )

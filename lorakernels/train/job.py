@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,14 +60,12 @@ from lorakernels.train.model import (
 )
 from lorakernels.train.model_card import model_card
 from lorakernels.train.optimizers import check_package
-from lorakernels.train.option_sources import default_of
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import collect, whole_model
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
-from lorakernels.train.running_options import RunningOptions
 from lorakernels.train.runtime import Runtime, check_scope
 from lorakernels.train.same_run import check_same_options
 from lorakernels.train.schedule import make_schedule
@@ -358,9 +356,3 @@ def write_merged(base: Path, adapter: Path, format: str) -> Path:
         raise FinetuneError(
             f"the adapter is in {adapter}, but was not merged: {what}; lorakernels export merges it later"
         ) from error
-
-
-def without_lora(options: FinetuneOptions, **changes: Any) -> FinetuneOptions:
-    """Options of the same machine, for training a whole model without FP8 by the ordinary way of running."""
-    running = {item.name: default_of(item) for item in fields(RunningOptions)}
-    return replace(options, fp8=False, **running, **changes)

@@ -235,8 +235,8 @@ def _free_groups_at_exit() -> None:
 
     `destroy_process_group` does not end a group's threads of gloo's. One that releases a work's tensors while Python is
     being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489). `lorakernels.parallel` ends
-    groups where it was given one, which a run of replicas does not. torch.distributed.nn's functions keep the world that
-    there is when that module is first imported, as the default of an argument.
+    groups where it was given one, which a run of replicas does not. torch.distributed.nn's functions keep the world
+    that there is when that module is first imported, as the default of an argument.
     """
     atexit.register(gc.collect)
 

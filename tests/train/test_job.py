@@ -177,18 +177,9 @@ def test_padding_does_not_need_the_tokenizers_pad_token(
 def test_demo_from_end_to_end(
     cli: Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps of each part on a smaller model and three documents: base, adapter, table, bit-equal reload."""
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    monkeypatch.setattr(demo, "SHAPE", shape)
-    monkeypatch.setitem(demo.BASE, "steps", 2)
-    monkeypatch.setattr(
-        demo, "library_sources", lambda: ["import this\n" * 90, "x = 1\n" * 60, "y = 2\n" * 60]
-    )
+    """Two steps on two topics: the adapter, its bit-equal reload, a sample of text before and after, the curve."""
+    monkeypatch.setattr(demo, "help_texts", lambda: ["The with statement. " * 60, "A for. " * 90])
+    monkeypatch.setattr(demo, "SAMPLE", 8)
     output = tmp_path / "out"
     run = [
         "--demo",
@@ -212,7 +203,9 @@ def test_demo_from_end_to_end(
         assert Path(said[at + 1].removeprefix("loss curve in ")).is_file()
         command = next(line for line in said[at:] if "lorakernels export" in line)
         assert any("logits equal, bit for bit" in line for line in said)
-        assert any("standard library" in line for line in said)
+        samples = [said[said.index(f"--- {when}") + 1] for when in ("before", "after")]
+        assert all(sample.startswith(demo.PROMPT) for sample in samples)
+        assert re.fullmatch(r"training loss \d\.\d\d [▁-█]{2} \d\.\d\d", said[at - 1])
     assert main([*shlex.split(command)[1:-1], str(tmp_path / "merged")]) == 0
     load_model(tmp_path / "merged", torch.float32, torch.device("cpu"))
     load_model(output / "base", torch.float32, torch.device("cpu"))
@@ -244,6 +237,7 @@ def test_the_job_imports_declared_packages_only() -> None:
     assert len(found) > 20 and undeclared == {}
 
 
+@pytest.mark.slow
 def test_help_imports_no_heavy_library() -> None:
     code = (
         "import argparse, sys; from lorakernels.cli.finetune import add_arguments;"

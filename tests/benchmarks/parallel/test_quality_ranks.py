@@ -55,8 +55,8 @@ def test_a_rank_that_raises_waits_for_no_other(
 
 
 def every_way(rank: int, device: torch.device, folder: str, masks: bool) -> list[Any]:
-    from benchmarks.lib.texts import demo_texts
     from benchmarks.parallel import quality_ranks as bench
+    from benchmarks.peers.texts import demo_texts
 
     plan = replace(bench.PLANS["tiny"], steps=STEPS)
     ranks = dist.get_world_size()
