@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target makes .venv first if it has to. PYTHON=python3.12 chooses the interpreter.
 BIN := .venv/bin
-BUILT := .venv/.installed
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h')
+# What tests, linters and pages need. The demo needs less, but takes this where it is there.
+BUILT := .venv/.dev
+TRAIN := $(or $(wildcard $(BUILT)),.venv/.train)
 OUT ?= build/bench
 # BENCH=philox runs one of the benchmarks
 BENCH ?= all
@@ -11,28 +13,30 @@ BENCH ?= all
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
 CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
 
-.PHONY: demo test test-long test-sums test-gpu bench check-gpu sanitize docs wheels lint format clean
+.PHONY: demo check test test-rest test-all test-sums test-gpu bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
 
-$(BUILT): pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
-	bash .ci/venv
+.venv/.train .venv/.dev: .venv/.%: pyproject.toml setup.py constraints.txt .ci/venv $(CSRC)
+	@bash .ci/venv $*
 
-demo: $(BUILT)
-	$(BIN)/lorakernels finetune --demo
+demo: $(TRAIN)
+	@bash .ci/timed "3/3 training" $(BIN)/lorakernels finetune --demo
+
+# Does it work here? What was built, and one test file of each part that a run needs; a minute at most.
+CHECKS := tests/test_import.py tests/test_config.py tests/ops/test_ops.py tests/csrc/test_philox.py tests/autograd/test_linear.py \
+	tests/modules/test_lora_linear.py tests/fusion/test_fuse_inputs.py tests/train/test_loop.py
+check: $(TRAIN)
+	@$(BIN)/python -c "import hypothesis, pytest, xdist" 2>/dev/null || \
+		$(BIN)/python -m pip install -q -c constraints.txt hypothesis pytest pytest-xdist
+	@$(BIN)/lorakernels doctor
+	$(TEST) -m "not slow" $(CHECKS)
 
 # Two processes of one thread each, where pytest-xdist is there: most tests are too small for threads of their own.
 # They take files in the order of tests/conftest.py.
 PROCESSES ?= 2
 SPREAD = $(shell $(CHECKED_BY) -c "import xdist" 2>/dev/null && echo --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder)
 
-# Packages are built several times, with all kernels, Triton's are compiled for four other GPUs, a real model of 135M
-# parameters is trained, and whole models and benchmarks run on up to eight ranks: minutes that a change elsewhere does
-# not need every time.
-LONG := tests/build/test_packaging.py tests/kernels/test_other_gpus.py tests/train/test_smollm2.py tests/benchmarks/parallel \
-	tests/benchmarks/models/test_quality_recipes.py tests/test_spread.py \
-	tests/distributed/test_tensor_models.py tests/distributed/test_pipeline.py \
-	tests/distributed/test_pipeline_context.py tests/train/test_pipeline_context_ranks.py \
-	tests/distributed/test_pipeline_peers.py tests/distributed/test_sharded_base.py
+TEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD)
 
 # What compares values that were trained in two ways, with sums in two orders. It must not depend on this CPU's order:
 # here are those of the oldest kernels of ATen, MKL and oneDNN, in two threads, and orders that depend on sizes.
@@ -41,11 +45,14 @@ SUMS := tests/train/test_ranks.py tests/train/test_pipeline_ranks.py tests/modul
 OLDEST := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
 OF_SIZES := OTHER_SUMS=1 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 OMP_NUM_THREADS=1
 
+# What protects a change, in five minutes on two cores. The rest is marked `slow`; tests/conftest.py says by what rule.
 test: $(BUILT)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG:%=--ignore %) $(ARGS)
+	$(TEST) -m "not slow" --seconds-file=build/seconds-test.csv $(ARGS)
 
-test-long: $(BUILT)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SPREAD) $(LONG) $(ARGS)
+test-rest: $(BUILT)
+	$(TEST) -m slow --seconds-file=build/seconds-rest.csv $(ARGS)
+
+test-all: test test-rest test-sums
 
 test-sums: $(BUILT)
 	$(OLDEST) $(BIN)/python -m pytest $(SPREAD) $(SUMS) $(ARGS)

@@ -177,7 +177,7 @@ def ninja_rules(build_dir: Path, cuda: Cuda | None) -> list[str]:
 
 
 def units(build_dir: Path, cuda: Cuda | None) -> list[Path]:
-    """Two C++ files that include all others: pybind11's headers take most of the time of each that is compiled alone."""
+    """Two C++ files that include all others, because pybind11's headers take most of the time of each."""
     sources = sorted(CSRC.rglob("*.cpp"))
     if cuda:  # no_cuda.cpp stands in for the .cu files beside it
         sources = [source for source in sources if source.name != "no_cuda.cpp"]

@@ -17,6 +17,7 @@ from tests.durations import Recorder
 from tests.poison import AVAILABLE, poisoned_memory
 
 HAS_CUDA = torch.cuda.is_available()
+SLOW_FOLDERS = [Path(__file__).parent / "benchmarks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords and not HAS_CUDA:
             item.add_marker(skip)
+        if any(folder in item.path.parents for folder in SLOW_FOLDERS):
+            item.add_marker(pytest.mark.slow)
     # a long file that begins last would leave the other processes idle
     slow = {item.path for item in items if "slow" in item.keywords}
     tests = Counter(item.path for item in items)

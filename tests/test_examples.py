@@ -73,6 +73,7 @@ def test_kernels_alone():
     assert errors["dB"] < 0.01, "bf16 s and dy"
 
 
+@pytest.mark.slow
 def test_trainer_for_an_epoch(tmp_path, capsys, monkeypatch):
     """Fused; eager on a CPU, graphs on a GPU. The adapter is in PEFT's format beside Trainer's checkpoint."""
     seen = min(torch.cuda.device_count(), 1)  # Trainer would take all
@@ -103,6 +104,7 @@ def test_trainer_has_the_loss_of_the_model_that_it_is_given(family):
     torch.testing.assert_close(found, model(**inputs).loss)  # fp32, other order of sums
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 def test_trainer_replays_imitated_graphs_to_the_same_losses(tmp_path):
     """The same epoch, its masks drawn from frozen nonces after the capture: near, not equal; without dropout equal."""
@@ -142,6 +144,7 @@ def test_what_rules_graphs_out_is_said():
         LoRAKernelsCallback(model, report, max_shape=2)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 def test_train_again_after_an_exception(tmp_path):
     """Trainer leaves on_train_end out: the graphs of the first train() must not be under those of the second."""
@@ -182,6 +185,7 @@ def test_the_trainer_example_refuses_several_processes(tmp_path, monkeypatch):
         example("trainer.py")["main"](None, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="imitated graphs are the CPU's")
 def test_a_capture_that_fails_is_a_warning_and_training_goes_on(tmp_path):
     """A layer that waits for the device."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the README and docs/getting-started.md tell a newcomer to type runs as it stands: own data, adapter, numbers.
 
-`make test` and `make test-long` are .ci/run's, and the latter installs the wheel. tests/test_docs.py runs the
+`make demo` and `make test-all` are .ci/run's, and the latter installs the wheel. tests/test_docs.py runs the
 Python.
 """
 
@@ -102,6 +102,7 @@ def test_the_extras_that_are_installed_exist(line: str) -> None:
     assert asked <= extras
 
 
+@pytest.mark.slow
 def test_own_data_then_the_adapter_in_peft(desk: Path) -> None:
     """The page's first command, then what it says of the adapter: PEFT opens it, and it changes what the model says."""
     from peft import PeftModel
@@ -119,6 +120,7 @@ def test_own_data_then_the_adapter_in_peft(desk: Path) -> None:
     assert not torch.equal(adapted(ids).logits, before)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_the_page_starts_them(desk: Path) -> None:
     if torch.cuda.device_count() == 1:
         pytest.skip("two ranks need two GPUs, or none")
@@ -129,6 +131,7 @@ def test_two_ranks_train_as_the_page_starts_them(desk: Path) -> None:
     assert (desk / "out2/adapter/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_bench_says_what_there_is(desk: Path) -> None:
     done = typed("lorakernels bench --help", desk)
     assert done.returncode == 0 and "--quick" in done.stdout
@@ -142,6 +145,7 @@ def test_own_numbers(desk: Path) -> None:
     assert "drop-in, fused" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_plan_of_the_model(desk: Path) -> None:
     (line,) = (line for line in of("lorakernels") if line.split()[1] == "plan")
     done = typed(line, desk)

@@ -54,6 +54,7 @@ def probe(tmp_path: Path, *arguments: str) -> dict[str, object]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_import_touches_no_gpu_and_no_optional_library(tmp_path: Path) -> None:
     assert probe(tmp_path) == {
         "optional": [],
@@ -63,6 +64,7 @@ def test_import_touches_no_gpu_and_no_optional_library(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_import_works_where_the_optional_libraries_are_missing(tmp_path: Path) -> None:
     assert probe(tmp_path, "block")["optional"] == []
 

@@ -72,13 +72,15 @@ SOURCES = sorted(
 )
 
 
-@pytest.mark.parametrize("path", [p for p in SOURCES if p.startswith("integrations/")])
-def test_integrations_take_public_names_from_the_package(path: str) -> None:
+def test_integrations_take_public_names_from_the_package() -> None:
     """As users do, so that these names' places can change."""
-    text = (ROOT / "lorakernels" / path).read_text()
-    found = [n.split(".") for n in imports(text, "lorakernels.integrations")]
-    parts = [n for n in found if n[0] == "lorakernels" and len(n) > 2]
-    assert [n for n in parts if n[-1] in lorakernels.__all__] == []
+    paths = [path for path in SOURCES if path.startswith("integrations/")]
+    assert paths
+    for path in paths:
+        text = (ROOT / "lorakernels" / path).read_text()
+        names = [n.split(".") for n in imports(text, "lorakernels.integrations")]
+        parts = [n for n in names if n[0] == "lorakernels" and len(n) > 2]
+        assert [n for n in parts if n[-1] in lorakernels.__all__] == [], path
 
 
 def test_every_module_has_a_layer() -> None:
@@ -86,20 +88,19 @@ def test_every_module_has_a_layer() -> None:
     assert tops <= set(RANK), f"give {sorted(tops - set(RANK))} a place in LAYERS"
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_imports_go_down(path: str) -> None:
-    assert upward((ROOT / "lorakernels" / path).read_text(), path) == []
+def test_imports_go_down() -> None:
+    wrong = {path: upward((ROOT / "lorakernels" / path).read_text(), path) for path in SOURCES}
+    assert {path: names for path, names in wrong.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(p.relative_to(ROOT / "graphs").as_posix() for p in ROOT.glob("graphs/**/*.py"))
-)
-def test_graphs_knows_nothing_of_lorakernels(path: str) -> None:
+def test_graphs_knows_nothing_of_lorakernels() -> None:
     """Only the extension, which knows nothing of LoRA either: `lorakernels._C.Graph`, `.Watch`, `.flatten`."""
-    package = ".".join(["graphs", *path.split("/")[:-1]])
-    names = imports((ROOT / "graphs" / path).read_text(), package)
-    found = {n for n in names if n.split(".")[0] == "lorakernels"}
-    assert found <= {"lorakernels._C"}
+    paths = sorted(ROOT.glob("graphs/**/*.py"))
+    assert paths
+    for path in paths:
+        package = ".".join(path.relative_to(ROOT).parts[:-1])
+        names = {n for n in imports(path.read_text(), package) if n.split(".")[0] == "lorakernels"}
+        assert names <= {"lorakernels._C"}, path
 
 
 FOLDERS = ("device", "bindings", "host", "graphs", "ops")  # of csrc, lowest first
@@ -153,9 +154,9 @@ def wrong_way(path: str, text: str) -> list[str]:
     return [n for n in found if n.split(".")[1] not in allowed or n.startswith(scripts)]
 
 
-@pytest.mark.parametrize("path", BENCHMARKS)
-def test_benchmarks_import_down_and_no_scripts(path: str) -> None:
-    assert wrong_way(path, BENCHMARKS[path]) == []
+def test_benchmarks_import_down_and_no_scripts() -> None:
+    wrong = {path: wrong_way(path, text) for path, text in BENCHMARKS.items()}
+    assert {path: names for path, names in wrong.items() if names} == {}
 
 
 @pytest.mark.parametrize(

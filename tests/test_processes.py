@@ -22,6 +22,7 @@ def environment_of_rank(rank: int, device: object) -> list[str | None]:
     return [os.environ.get(name) for name in NAMES]
 
 
+@pytest.mark.slow
 def test_processes_have_the_environment_of_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

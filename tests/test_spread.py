@@ -11,6 +11,8 @@ import pytest
 from tests import spread
 from tests.spread import files_of, gpus_of, run_all
 
+pytestmark = pytest.mark.slow
+
 MARKED = "import os, time, pytest\npytestmark = pytest.mark.gpu\ndef test_it():\n    "
 FILES = {
     "test_one.py": "assert os.environ['CUDA_VISIBLE_DEVICES'] in '01'",

@@ -283,6 +283,7 @@ def test_as_megatron_calls_it(fused, training, device):
     assert bda((x, None), residual, 0.25).shape == x.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("form", ["out of place", "in place", "unfused"])
 def test_compiles_as_one_graph(form, p, device):

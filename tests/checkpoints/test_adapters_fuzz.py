@@ -155,6 +155,7 @@ def made(make, draw: random.Random) -> nn.Module:
                 raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(40))
 def test_what_we_save_computes_the_same_for_us_and_for_peft(seed, tmp_path):
     ours = made(applied, random.Random(seed))

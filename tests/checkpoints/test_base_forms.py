@@ -84,6 +84,7 @@ def assert_values(model: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(held[name].bfloat16(), value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["load_quantized", "transformers", "export"])
 @pytest.mark.parametrize("form", TAKEN)
 def test_what_is_taken_has_the_same_values_in_all_ways(form, way, tmp_path, adapter):

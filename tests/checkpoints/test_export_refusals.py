@@ -246,6 +246,7 @@ export_model(place / "base", place / "adapter", place / "out", overwrite=True, f
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [False, True], ids=["new", "over another"])
 @pytest.mark.parametrize(
     "point", ["a shard", "config.json", "sync", "between the renames", "after the renames"]

@@ -67,6 +67,7 @@ def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
     assert told.startswith("usage: lorakernels") and all(name in told for name in COMMANDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["lorakernels", "lorakernels.cli"])
 def test_the_package_runs_as_a_module(module: str) -> None:
     found = subprocess.run(
@@ -94,6 +95,7 @@ def test_versions_of_a_checkout_that_is_not_installed(
     assert f"- lorakernels: {lorakernels.__version__}\n- torch: {torch.__version__}\n" in card
 
 
+@pytest.mark.slow
 def test_bench_runs_one_by_name_and_passes_its_arguments_on(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_config_alone_is_planned(model: Path, capsys: pytest.CaptureFixture[st
         assert part in shown
 
 
+@pytest.mark.slow
 def test_a_base_in_blocks_takes_longer(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = []
     for recipe in ("delayed", "block"):
@@ -66,6 +67,7 @@ def test_blocks_that_fuse_refuses_are_no_plan(
     assert "k_proj has 64 rows, which must be a multiple of 128" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_and_stages_are_planned(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +80,7 @@ def test_ranks_that_share_rows_and_stages_are_planned(
     assert "6 microbatches of 1 x 8192 tokens over 2 GPUs a stage" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_layers_that_gpus_hold_together_are_planned(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +93,7 @@ def test_layers_that_gpus_hold_together_are_planned(
     assert "in 4 parts, each sharded over 2 GPUs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

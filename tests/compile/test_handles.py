@@ -18,6 +18,8 @@ from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Weight
 
+pytestmark = pytest.mark.slow
+
 LINEAR_FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
 LINEAR_BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
 QUANTIZE = torch.ops.lorakernels.quantize_shared_input.default

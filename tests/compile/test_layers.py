@@ -54,6 +54,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True], ids=["adapted", "merged"])
 def test_backward_of_a_compiled_layer_in_eval_leaves_the_state(merged):
     """dy is scaled by its own amax, though the state has a scale: 2⁻³⁰ of it would underflow."""
@@ -98,6 +99,7 @@ def test_a_model_compiled_whole_trains_as_eager(p):
     same_training(llama(p=p), compiled)
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_every_layer(caplog):
     """Layers differ in site, FP8 column, name and scaling. The first one's input needs no gradient: two traces."""
     compilations = {}

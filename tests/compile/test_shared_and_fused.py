@@ -17,6 +17,8 @@ from lorakernels import BlockScaling, LoRAConfig, apply_lora, fuse, group_projec
 from tests.compile.models import FP8_ROUNDING, HISTORY, ROUNDING, llama, train
 from tests.compile.test_layers import compile_layers
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("q_proj", "k_proj", "v_proj")
 
 

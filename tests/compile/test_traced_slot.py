@@ -41,6 +41,7 @@ def test_opcheck() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "aot_eager_decomp_partition", INDUCTOR])
 def test_two_calls_of_a_layer_in_one_trace_draw_two_masks_which_are_eager_s(backend: str) -> None:
     """Two equal calls of an op are one in a graph, unless the op is known to draw."""
@@ -59,6 +60,7 @@ def test_two_calls_of_a_layer_in_one_trace_draw_two_masks_which_are_eager_s(back
     assert torch.equal(first, expected[0]) and torch.equal(second, expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", INDUCTOR])
 def test_a_recomputation_inside_the_trace_draws_its_forward_s_mask(backend: str) -> None:
     module, x = layer(), torch.randn(7, 24, requires_grad=True)

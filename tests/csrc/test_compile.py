@@ -15,6 +15,8 @@ import pytest
 
 from tests.csrc.sass import LOCAL, Function, functions
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 # kernel name: most registers per thread it may use. amax_and_scale_update: 1024 threads a block allow 64; the others:

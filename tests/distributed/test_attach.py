@@ -14,6 +14,8 @@ from lorakernels.modules import frozen
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS, WIDTH = 2, 7, 64
 
 

@@ -118,6 +118,7 @@ def test_four_ranks_on_gpus_train_as_one(way: Way) -> None:
 CASES = [pytest.param(w, way, id=f"{w} ranks-{way}") for w, ways in WORLDS.items() for way in ways]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "way"), CASES)
 def test_rows_over_ranks_train_as_in_one_process(world: int, way: Way) -> None:
     """Sums of fp32 have another order. Over FP8 one such difference may turn one rounding, 2^-3 of an element of dy,
@@ -409,6 +410,7 @@ def losses_of_three(rank: int, device: torch.device) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_have_one_loss_to_the_bit() -> None:
     """By which each decides alone whether to stop. Of three parts of a sum, each rank has another."""
     first, *others = on_ranks(losses_of_three, 3, "gloo")

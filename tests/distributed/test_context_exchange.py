@@ -143,6 +143,7 @@ def wrong(
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_collectives_give_float64_s_attention(world: int, packed: bool) -> None:

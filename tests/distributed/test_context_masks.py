@@ -162,6 +162,7 @@ def worker(rank: int, device: torch.device, ways: list[Way]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WAYS)
 def test_masks_and_bytes_are_those_of_one_process(world: int) -> None:
     """x8 of the first layer's q, k and v, before any attention, is equal to the bit with the scales of one process."""

@@ -76,6 +76,7 @@ def recomputed(rank: int, device: torch.device, ways: list[Way]) -> dict[str, li
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WAYS)
 def test_a_recomputation_draws_the_masks_of_its_own_rows(world: int) -> None:
     for found in on_ranks(recomputed, world, "gloo", [*WAYS[world]]):

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
+
 NAMES, STEPS = ("a", "b", "c"), 6
 RECIPE = DelayedScaling(amax_history_len=4)
 

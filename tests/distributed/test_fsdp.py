@@ -17,6 +17,8 @@ from tests.fusion.fused_models import LINEARS, adapted, fp8_state
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS = 2, 3
 UNFUSED = "unfused"
 BYTES = (torch.uint8, torch.float8_e4m3fn)

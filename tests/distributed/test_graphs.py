@@ -22,6 +22,8 @@ from lorakernels.modules import frozen
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, STEPS, WIDTH, ROWS = 2, 5, 64, 32
 Found = list[tuple[Tensor, ...]]
 

@@ -84,6 +84,7 @@ def files(rank: int, device: torch.device, way: Way, folder: Path) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_files_are_those_of_one_process(way: Way, tmp_path: Path) -> None:
     for found in on_ranks(files, 2, "gloo", way, tmp_path):

@@ -16,6 +16,8 @@ from tests.distributed.pipeline_models import Way, batch, make, step_alone
 from tests.fusion.fused_models import difference
 from tests.processes import on_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, NORM, RATE = 3, 0.05, 1e-2
 WHOLE, HALF = Way("one process"), Way("a replica", microbatches=2)
 

@@ -327,6 +327,7 @@ def ranks() -> list[dict[str, Any]]:
     return on_ranks(worker, WORLD, "gloo")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_on_every_rank(ranks: list[dict[str, Any]], name: str) -> None:
     for found in ranks:

@@ -29,6 +29,8 @@ from tests.distributed.test_sharded_refusals import raises, state_of
 from tests.fusion.fused_models import LINEARS, adapted
 from tests.processes import backend_on_gpus, on_ranks
 
+pytestmark = pytest.mark.slow
+
 WORLD, CPU = 2, torch.device("cpu")
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 BYTES = 64 * 64 * 2  # of the embedding, and of the head

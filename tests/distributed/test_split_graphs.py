@@ -26,6 +26,8 @@ from tests.graphs.fake import FakeBackend
 from tests.graphs.layers import backend_for
 from tests.processes import backend_on_gpus, on_ranks
 
+pytestmark = pytest.mark.slow
+
 STEPS, WARMUP = 6, 2
 WAYS = (
     Way("FP8", True, save="recompute"),

@@ -175,6 +175,7 @@ def parallelized(
     return far
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [None, "recompute", "full"], ids=lambda s: s or "not fused")
 @pytest.mark.parametrize("sequence", [False, True], ids=["rows whole", "rows split"])
 def test_a_model_over_ranks_is_near_the_whole_one(sequence: bool, save: str | None) -> None:

@@ -181,6 +181,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return on_ranks(worker, 2, "gloo", str(tmp_path_factory.mktemp("files")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_files_of_parts_are_those_of_one_process(results: Any, way: str) -> None:
     for rank, found in enumerate(results):

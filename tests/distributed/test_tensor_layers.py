@@ -67,6 +67,7 @@ def differences(found: dict[str, Any], limit: float) -> dict[str, Any]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("world", [2, 4], ids=["2 ranks", "4 ranks"])
 def test_parts_compute_what_the_whole_layer_computes(world: int, way: Way) -> None:

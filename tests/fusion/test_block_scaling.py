@@ -106,6 +106,7 @@ class Asked(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("power", [False, True], ids=["any scale", "powers of two"])
 @pytest.mark.parametrize("dy", ["E4M3", "HYBRID"])
 @pytest.mark.parametrize("save", [None, "recompute", "full", "fp8"])

@@ -39,6 +39,7 @@ def targets_of(*fewer: Sequence[str]) -> list[Any]:
     return [pytest.param(f, targets, id=f"{f}-{len(targets)}") for f, targets in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", SAVE)
 @pytest.mark.parametrize(("family", "targets"), targets_of(ATTENTION, ("q_proj", "v_proj")))
 def test_a_plain_base_is_equal_to_rounding(family: str, targets, save: str) -> None:

@@ -39,6 +39,7 @@ def iteration(model: nn.Module, batches: torch.Tensor, nested: bool, optimizer) 
     return [*found, fp8.forward.clone(), fp8.backward.clone(), rng.tensor.clone()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nested", [False, True], ids=["one by one", "both in flight"])
 @pytest.mark.parametrize(
     ("family", "save", "targets", "shared"),

@@ -233,6 +233,7 @@ def logits_of(model: Any, x: Tensor, options: dict[str, Any]) -> tuple[Tensor, .
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"dtype": torch.bfloat16, "fp8": DelayedScaling()}])
 @pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3", *BEHIND])
 def test_generation_with_a_cache_is_the_layers_own(family: str, kind: dict[str, Any]) -> None:

@@ -225,6 +225,7 @@ CHANGES: dict[str, Callable[[dict[str, LoRALinear]], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "FP8"])
 def test_a_call_is_that_of_a_model_that_has_not_run_whatever_changes_in_between(
     fp8: Recipe | None,

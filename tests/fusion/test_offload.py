@@ -82,6 +82,7 @@ def free_buffers(model: nn.Module) -> int:
     return sum(map(len, offload_of(model).buffers.free.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["one by one", "first in, last out", "first in, first out"])
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -122,6 +123,7 @@ class Both:
 OPERATIONS = ["step", "switch", "merge", "off", "copied", "loaded", "mode"]
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([LINEARS, ("k_proj", "down_proj")]),
     st.sampled_from(["none", "all"]),

@@ -65,6 +65,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:replay of layer")  # a new shape
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_a_manager_that_is_dropped_goes_with_its_layers(options: dict[str, Any]) -> None:
@@ -171,6 +172,7 @@ class Collecting(FakeBackend):
             yield captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [[], ["a CUDA graph"]], ids=["ours", "another graph's too"])
 def test_the_pins_of_a_step_that_goes_while_the_next_one_captures(others: list[str]) -> None:
     state, model = FP8State(("x",), DelayedScaling()), nn.Linear(8, 8)
@@ -191,6 +193,7 @@ def test_the_pins_of_a_step_that_goes_while_the_next_one_captures(others: list[s
     state.register("y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1], ids=["the older goes first", "the younger goes first"])
 def test_two_managers_pin_one_state(first: int) -> None:
     state = FP8State(("x",), DelayedScaling())
@@ -245,6 +248,7 @@ def three_holders() -> dict[str, tuple[Any, list[object]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Watch", "Matcher", "GradSlots"])
 def test_the_collector_sees_each_reference_once(kind: str) -> None:
     """One more would be as bad as one less: what is in use would be freed."""

@@ -106,6 +106,7 @@ def train(model: Model, tokens: Tensor, optimizer: Any, before: Any, after: Any)
     return [*found, fp8.forward.clone(), fp8.backward.clone(), rng.tensor.clone()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grads", ["add", "autograd"])
 def test_three_steps_of_two_microbatches(device: torch.device, grads: str) -> None:
     model, fp8, rng = adapted(device)

@@ -28,6 +28,7 @@ from tests.graphs.layers import (
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_a_failed_capture_leaves_nothing_and_a_second_one_succeeds() -> None:
     """F29, at every single capture: forward and backward of three layers."""
     for fail_at in range(6):
@@ -177,6 +178,7 @@ def test_a_recapture_updates_the_executable_graphs(device: torch.device) -> None
             manager.end_iteration()
 
 
+@pytest.mark.slow
 def test_a_failed_recapture_frees_the_graphs_it_had_kept() -> None:
     for fail_at in range(4):
         ours, theirs = twins(CPU, 2)

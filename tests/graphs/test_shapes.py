@@ -151,6 +151,7 @@ class Both:
                 assert torch.equal(step(self.ours, x), step(self.theirs, x))
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.lists(ACTIONS, min_size=3, max_size=10), st.integers(1, 4))
 def test_random_shapes_and_constants(actions: list[tuple[str, Any]], max_shapes: int) -> None:

@@ -65,6 +65,7 @@ def test_an_incomplete_block_of_a_new_shape(device: torch.device) -> None:
     assert captured_blocks(manager) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:replay of layer:RuntimeWarning")
 def test_a_new_shape_that_cannot_be_captured_leaves_the_others() -> None:
     """F29, at every capture of the second set; capture() tries again."""

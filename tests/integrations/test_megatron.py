@@ -163,6 +163,7 @@ def test_float16_is_refused() -> None:
     assert "config.params_dtype must be float32 or bfloat16" in said_by(make)
 
 
+@pytest.mark.slow
 def test_megatron_is_imported_only_when_used() -> None:
     code = "import sys, lorakernels.integrations.megatron; sys.exit('megatron' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

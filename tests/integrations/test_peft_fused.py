@@ -136,6 +136,7 @@ def test_fused_computes_what_peft_computes(family: str, how: str) -> None:
     torch.testing.assert_close(logits(ours), logits(theirs), **FP32)
 
 
+@pytest.mark.slow
 @BASES
 @HOWS
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as PEFT has it"])
@@ -453,6 +454,7 @@ def test_restoring_a_patched_model_after_unfuse() -> None:
     torch.testing.assert_close(logits(model), logits(unpatched), rtol=0.1, atol=0.1)
 
 
+@pytest.mark.slow
 def test_trainer_with_the_callback_replays_and_saves(tmp_path: Path) -> None:
     found = []
     for options in ({"graphs": False}, {"backend": FakeBackend}):

@@ -33,6 +33,7 @@ from tests.integrations.te_stand_ins import (
 )
 
 
+@pytest.mark.slow
 def test_nothing_imports_transformer_engine():
     code = """if True:
         import sys

@@ -26,7 +26,7 @@ from tests.ops.contract import E4M3, E5M2
 
 LOAD, STORE = "LDG.E.128", "STG.E.128"
 TO_E4M3, TO_E5M2 = (f"F2FP.SATFINITE.{fp8}.F32.PACK_AB_MERGE_C" for fp8 in ("E4M3", "E5M2"))
-pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")]
 
 
 class Code(NamedTuple):

@@ -34,6 +34,7 @@ from tests.loops.written_loops import (
 pytestmark = pytest.mark.usefixtures("math_attention")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a microbatch runs eagerly:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:replay of layer.*its block runs eagerly:RuntimeWarning")
 @pytest.mark.parametrize("name", LOOPS)
@@ -48,6 +49,7 @@ def test_replayed_is_what_the_loop_by_hand_computes(name: str) -> None:
     attached.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "as transformers has it"])
 @pytest.mark.parametrize("name", ["plain", "changing_number_of_microbatches", "closure"])
 def test_eager_is_what_the_loop_by_hand_computes_masks_too(name: str, fused: bool) -> None:
@@ -78,6 +80,7 @@ def test_cuda_graphs_are_what_eager_layers_compute(name: str, fused: bool) -> No
     assert_equal(expected, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "changing_number_of_microbatches", "user_skips"])
 def test_dropout_replays_with_a_state_of_its_own(name: str, device: torch.device) -> None:
     """One step of the state for each microbatch, eager or replayed, so that each has masks of its own."""
@@ -220,6 +223,7 @@ def test_data_parallel(tmp_path: Any) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_changed_model_runs_eagerly_and_is_captured_anew() -> None:
     expected, model = llama(), llama()
     with attached_to(model, backend=FakeBackend) as (attached, optimizer):

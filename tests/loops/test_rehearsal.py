@@ -59,6 +59,7 @@ def same(ours: Any, theirs: Any) -> bool:
     return bool(ours == theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [0, 2], ids=["at first", "in the middle"])
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
 def test_a_run_goes_on_as_without_it(before: int, fails: bool) -> None:

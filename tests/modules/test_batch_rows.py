@@ -362,6 +362,7 @@ SCHEDULES: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a microbatch runs eagerly", "ignore:layers run eagerly")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("fused", [False, True], ids=["layers", "fused"])

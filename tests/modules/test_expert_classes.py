@@ -126,6 +126,7 @@ def test_the_classes_are_found() -> None:
     assert SOURCES.keys() > REFUSED and len(SOURCES) >= 69
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(SOURCES))
 def test_a_class_is_computed_as_it_computes_itself_or_refused(name: str) -> None:
     experts = made(name)

@@ -184,6 +184,7 @@ def execute(layer, program, seed, group):
     return outputs + [p.grad for p in (*trained, *pool)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
 def test_nothing_is_kept_of_an_input(mode):
     layer, group = one_group(mode)

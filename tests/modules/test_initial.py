@@ -270,6 +270,7 @@ def test_a_fused_model_computes_the_adapter_and_refuses_to_switch_it_off():
     torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [None, DelayedScaling()], ids=["plain", "delayed"])
 def test_a_compiled_layer_switches_it_off(base, fp8):
     apply_lora(base, config("olora", fp8, lora_dropout=0.5))

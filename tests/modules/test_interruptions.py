@@ -155,12 +155,14 @@ def check(make: nn.Module, call: Callable[[nn.Module], Any], seed: str) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_interrupted_at_any_allocation(name: str) -> None:
     make, call = CALLS[name]
     check(make(), call, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("onto", ["a plain model", "the same adapter"])
 def test_load_adapter_interrupted_at_any_allocation(onto: str, tmp_path) -> None:
     model = model_of("Qwen2")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lorakernels import ops
 from lorakernels.device import capability
@@ -69,12 +69,15 @@ def case_of(name: str, case: str) -> Case:
     return contract.cases.get(case) or contract.shapes[case]
 
 
-def each(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
+def each(
+    cases: list[tuple[str, str]], slow: Collection[tuple[str, str]] = ()
+) -> pytest.MarkDecorator:
     """`make sanitize FULL=1` leaves out what goes through torch: its tools do not see all that cuBLAS does."""
     params = []
     for name, case in cases:
         through_torch = "" if case_of(name, case).why_not is None else "-goes_through_torch"
-        params.append(pytest.param(name, case, id=f"{name}-{case}{through_torch}"))
+        marks = [pytest.mark.slow] if (name, case) in slow else []
+        params.append(pytest.param(name, case, id=f"{name}-{case}{through_torch}", marks=marks))
     return pytest.mark.parametrize(("name", "case"), params)
 
 
@@ -82,8 +85,21 @@ def is_traced(case: Case) -> bool:
     return case.why_not in (None, PLAIN) if case.is_traced is None else case.is_traced
 
 
+def pattern(name: str, case: str) -> tuple[str, ...]:
+    """What a trace sees of a case: which arguments there are, and of which types."""
+    leaves = tree_leaves(case_of(name, case).arguments("cpu"))
+    return (name, *(str(x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves))
+
+
+def repeated(cases: list[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of `cases` whose pattern an earlier one has."""
+    first = {pattern(*case): case for case in reversed(cases)}
+    return {case for case in cases if first[pattern(*case)] != case}
+
+
 each_case = each(CASES)
-each_traced = each([(name, case) for name, case in CASES if is_traced(case_of(name, case))])
+TRACED = [case for case in CASES if is_traced(case_of(*case))]
+each_traced = each(TRACED, slow=repeated(TRACED))
 
 
 def overload(name: str) -> torch._ops.OpOverload:

@@ -16,6 +16,8 @@ from triton.compiler import ASTSource
 from lorakernels.kernels import tune
 from lorakernels.kernels.triton import fp8_linear_lora as kernel
 
+pytestmark = pytest.mark.slow
+
 HOPPER = (9, 0)
 
 

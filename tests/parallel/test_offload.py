@@ -57,6 +57,7 @@ def test_bits_are_those_of_the_whole_base(name: str, device: torch.device) -> No
         assert gathers == [2 * LAYERS - slots, *[2 * (LAYERS - slots)] * (STEPS - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("graphs", ["by_layers", "whole"])
 @pytest.mark.parametrize("save", ["recompute", "checkpoint"])

@@ -108,6 +108,7 @@ def test_whole_groups_of_weights_go_to_the_host() -> None:
     assert {n / sum(groups) for n in groups} <= set(found)
 
 
+@pytest.mark.slow
 def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
     found = plan(80 * GB, 8192, machine="H100-80GB", host_memory=100 * GB)
     others = candidates(found.model, found.batch, found.machine, 1, 100 * GB)
@@ -118,6 +119,7 @@ def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
     assert all(p.step > 1.01 * fastest for p in less)
 
 
+@pytest.mark.slow
 def test_the_host_offers_what_its_control_groups_allow(monkeypatch) -> None:
     with pytest.raises(ValueError, match="with no host memory"):
         plan(75 * GB, 8192)
@@ -248,6 +250,7 @@ def test_activations_come_back_by_the_way_of_the_weights() -> None:
     assert both.exposed > alone.exposed + weights_alone.exposed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])
 def test_more_memory_is_never_slower(tokens: int) -> None:
     steps = []

@@ -121,6 +121,7 @@ def test_short_rows_take_what_calls_and_exchanges_take_besides() -> None:
     assert own.memory - one.memory == pytest.approx(moved / H200.bandwidth + (2 + 2 * 2) * KERNEL)
 
 
+@pytest.mark.slow
 def test_a_long_row_is_planned_over_a_shared_base() -> None:
     long = replace(SPECS["70b"], length=131072).config()
     with pytest.raises(ValueError, match="nothing fits"):
@@ -244,6 +245,7 @@ def test_stages_whose_rows_gpus_share_have_a_part_of_the_tokens_and_exchange_key
         assert found.bytes.workspace == alone.workspace + 2 * 4 * hidden
 
 
+@pytest.mark.slow
 def test_plans_of_stages_and_shared_rows_fit_and_are_said() -> None:
     config = SPECS["70b"].config()
     axes = PlanAxes(8, cp=2, pp=2, microbatches=8)
@@ -370,6 +372,7 @@ def test_a_sharded_optimizer_takes_what_shardedadamw_holds() -> None:
     assert part == 16 * many.trained // 8 + BUCKET_BYTES
 
 
+@pytest.mark.slow
 def test_405b_with_adapters_of_rank_64_keeps_more_if_its_optimizer_is_split() -> None:
     """S003's form: 2.5 G trained parameters, whose moments take 20 GB where each GPU has all of them."""
     lora = LoRAConfig(r=64, target_modules=list(ADAPTED["all"]))

@@ -152,6 +152,7 @@ def predicted(case: Case) -> tuple[float, float]:
     return (plan.step + replays) * 1e3, plan.bytes.peak / 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [FITTED, *CASES], ids=str)
 def test_a_prediction_is_within_five_percent(case: Case) -> None:
     for what, found, measured in zip(("ms", "GiB"), predicted(case), recorded(case), strict=True):

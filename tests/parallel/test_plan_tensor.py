@@ -270,6 +270,7 @@ def test_layers_keep_what_fits_in_parts() -> None:
     assert kept_of(size, batch, ["full"] * 80) == pytest.approx(whole / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gpus_with_equal_parts_share_a_base_where_that_is_faster() -> None:
     plan = partial(ShardPlan.of, SPECS["70b"].config(), tokens=8192, lora=LORA)
     found = plan(40 * GB, gpus=PlanAxes(8, tp=2))

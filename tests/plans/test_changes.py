@@ -95,6 +95,7 @@ def compare(module: nn.Module, x: Tensor, recorded: Recorded) -> None:
         assert step(module, x, recorded) == by_ops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8", [DelayedScaling(), BlockScaling()], ids=["delayed", "blocks"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_between_calls_is_seen(name: str, fp8: Any) -> None:

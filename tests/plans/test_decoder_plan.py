@@ -133,6 +133,7 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_launch_what_the_ops_launch(name: str) -> None:
     model = MODELS[name]()
@@ -152,6 +153,7 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
             assert recorded.runs == RUNS.get(name, 12)  # 3 nodes, 2 layers, 2 ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     """A profiler may begin between forward and backward, and the gradient of a trained norm is computed by torch."""

@@ -34,6 +34,7 @@ def wide_model(model_dir: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_an_offloaded_base_gives_the_same_adapter(
     fuse: bool, cli: Cli, base_args: list[str], deep_model: Path, wide_model: Path, tmp_path: Path
@@ -49,6 +50,7 @@ def test_an_offloaded_base_gives_the_same_adapter(
     assert whole == away
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kept", "asked", "said"),
     [
@@ -85,6 +87,7 @@ def test_what_a_layer_keeps_is_chosen_as_without_blocks(
     assert one == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fuse", [False, True], ids=["unfused", "fused"])
 def test_it_trains_and_resumes_to_the_same_bits(
     fuse: bool,

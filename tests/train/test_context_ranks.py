@@ -24,6 +24,8 @@ from tests.train.alike import check_gradients, check_losses
 from tests.train.replays import assert_same, records
 from tests.train.test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., int]
 CP = ["--cp", 2]
 PLAIN = ["--no-fp8", "--lora-dropout", "0"]

@@ -70,6 +70,7 @@ def test_it_stops_unless_told_to_go_back(
     assert f"not finite in 1 steps in a row (up to step {first + 1})" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rows_are_left_out_for_good(
     cli: Cli, run: list[Any], tmp_path: Path, capsys: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +121,7 @@ def test_without_a_checkpoint_from_before_it_stops(
     assert "There is no good checkpoint from before to go back to" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_checkpoints_within_the_bad_steps_are_not_gone_back_to(
     cli: Cli, run: list[Any], tmp_path: Path, capsys: Says
 ) -> None:
@@ -139,6 +141,7 @@ def test_checkpoints_within_the_bad_steps_are_not_gone_back_to(
     assert not any(line["skipped"] for line in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["best", "signal"])
 def test_the_way_back_is_kept_within_the_bad_steps(
     cli: Cli, run: list[Any], tmp_path: Path, capsys: Says, monkeypatch: pytest.MonkeyPatch, what: str
@@ -164,6 +167,7 @@ def test_the_way_back_is_kept_within_the_bad_steps(
     assert "up to step 8: back to step 5 (" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_replayed_steps_start_anew(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an eager run does that goes back at the same place: graphs hold no moment of what was left."""
     found = []
@@ -207,6 +211,7 @@ def test_a_run_that_went_back_twice_is_resumed_again_and_again(make: Any) -> Non
     whole.close()
 
 
+@pytest.mark.slow
 def test_ranks_go_back_together(cli: Cli, run: list[Any], tmp_path: Path) -> None:
     """Only one of two ranks has the bad row; the run is that of one rank with both rows, to rounding."""
     texts(tmp_path / "d.jsonl", [3])
@@ -221,6 +226,7 @@ def test_ranks_go_back_together(cli: Cli, run: list[Any], tmp_path: Path) -> Non
     check_losses(*values, fp8=False, untrained=1)
 
 
+@pytest.mark.slow
 def test_kill_9_after_a_rollback(cli: Cli, run: list[Any], tmp_path: Path) -> None:
     texts(tmp_path / "d.jsonl", [RowOrder(24, 0).take(5, 1)[0]])
     run += ["--on-divergence", "rollback", "--steps", 30, "--output"]

@@ -137,6 +137,7 @@ def adapters_in(output: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {path.parts[-3]: load_file(path) for path in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
 def test_a_run_writes_an_adapter_for_each_and_resumes_exactly(
     recipe: str,

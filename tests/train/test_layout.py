@@ -126,6 +126,7 @@ def run_planned(cli, base_args, output: Path) -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_a_planned_run_goes_on(cli, base_args, tmp_path, monkeypatch, capsys) -> None:
     gpus = classmethod(lambda *_: Gpus("H200", 150_000_000_000, 1))
     monkeypatch.setattr(Gpus, "of", gpus)

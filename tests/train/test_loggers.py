@@ -150,6 +150,7 @@ def test_a_missing_package_is_named_before_anything_is_loaded(
     assert not (tmp_path / "out" / "tokens").exists()
 
 
+@pytest.mark.slow
 def test_the_first_rank_alone_reports(base_args: list[str], tmp_path: Path) -> None:
     """TensorBoard's files say it: one run wrote them."""
     pytest.importorskip("tensorboard", reason="writes event files")

@@ -148,6 +148,7 @@ def test_values_and_gradients_have_the_same_bits(
     assert not torch.equal(found[0]["loss"], found[2]["loss"]), "the test can fail"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replay", [False, True], ids=["eager", "one graph"])
 def test_a_run_is_the_same(
     make: Any, by_starts: None, blocks_of_three: None, monkeypatch: pytest.MonkeyPatch, replay: bool
@@ -289,6 +290,7 @@ def test_a_resumed_run_has_the_same_number(
     assert found[0] == found[1] and found[0][0] == 256
 
 
+@pytest.mark.slow
 def test_two_ranks_with_parts_of_rows_train_as_one_process(
     short_run: list[Any], tmp_path: Path
 ) -> None:

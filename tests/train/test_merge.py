@@ -16,6 +16,7 @@ from lorakernels import export_model
 from lorakernels.train import job
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_writes_the_merged_model_of_its_last_adapter(
     cli: Callable[..., int],
     base_args: list[str],

@@ -41,6 +41,7 @@ def small(kind: str, attention: str | None = None, **more: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "more"),
     [

@@ -63,6 +63,7 @@ def check_a_killed_run_goes_on(cli: Cli, run: list[Any], tmp_path: Path) -> None
     assert losses(killed) == losses(whole) and adapter(killed) == adapter(whole)
 
 
+@pytest.mark.slow
 def test_kill_9_then_resume(
     cli: Cli, base_args: list[str], deep_model: Path, tmp_path: Path
 ) -> None:

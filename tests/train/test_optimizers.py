@@ -259,6 +259,7 @@ def test_others_leave_the_layers_graphs(make: Any, optim: str) -> None:
     eager.close(), layers.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", HERE)
 def test_a_resumed_run_is_the_whole_run(
     cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str

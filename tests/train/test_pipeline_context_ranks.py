@@ -24,6 +24,8 @@ from tests.train.replays import assert_same, records
 from tests.train.test_pipeline_ranks import norms
 from tests.train.test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., int]
 CP, PP = ["--cp", 2], ["--pp", 2]
 BOTH = [*CP, *PP]

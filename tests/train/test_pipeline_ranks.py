@@ -28,6 +28,8 @@ from tests.fusion.fused_models import FP32
 from tests.train.alike import TURNED_GRADIENTS, check_gradients, check_losses
 from tests.train.test_ranks import losses, on_ranks
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., int]
 PP = ["--pp", 2]
 FORMS = {

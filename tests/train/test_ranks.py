@@ -125,6 +125,7 @@ def late(rank: int, where: dict[str, str], folder: str) -> None:
     Path(folder, f"late{rank}").write_text(str(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosted", ["by who starts them", "by rank 0"])
 def test_a_rank_that_begins_late_is_waited_for(hosted: str, tmp_path: Path) -> None:
     """Longer than a step may take: a loaded machine starts processes minutes apart."""
@@ -233,6 +234,7 @@ def two_ranks(run: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["whole", "parts", "plain", "dropout"])
 def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str) -> None:
     one, other = (torch.load(two_ranks / name / f"rank{rank}.pt") for rank in range(2))
@@ -241,6 +243,7 @@ def test_ranks_end_with_the_same_adapters_and_scales(two_ranks: Path, name: str)
     assert steps_logged(two_ranks / name) == list(range(1, 3 if name == "dropout" else 7))
 
 
+@pytest.mark.slow
 def test_two_ranks_are_one_with_the_doubled_batch(
     cli: Cli, run: list[Any], two_ranks: Path, tmp_path: Path
 ) -> None:

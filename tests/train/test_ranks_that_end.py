@@ -26,6 +26,8 @@ from tests import processes
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import steps_logged
 
+pytestmark = pytest.mark.slow
+
 LIMIT = 60  # seconds from the end of one rank to the end of all others
 
 

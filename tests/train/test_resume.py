@@ -79,6 +79,7 @@ def eight_steps(cli: Cli, base_args: list[str], tmp_path_factory: pytest.TempPat
     return output
 
 
+@pytest.mark.slow
 def test_interrupted_and_resumed_run_is_the_whole_run(
     cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -105,6 +106,7 @@ def test_interrupted_and_resumed_run_is_the_whole_run(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["olora", "pissa_niter_4"])
 def test_a_run_that_starts_from_the_base_weight_is_resumed(
     cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -121,6 +123,7 @@ def test_a_run_that_starts_from_the_base_weight_is_resumed(
     assert (config["r"], config["init_lora_weights"]) == (8, True)
 
 
+@pytest.mark.slow
 def test_a_run_with_magnitudes_is_resumed(
     cli: Cli, base_args: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -156,6 +159,7 @@ def test_a_run_over_another_start_is_not_resumed(
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
 
+@pytest.mark.slow
 def test_half_written_checkpoint_is_passed_over(
     cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -175,6 +179,7 @@ def test_half_written_checkpoint_is_passed_over(
     assert adapter(tmp_path) == adapter(eight_steps)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_from_before_an_option_had_its_default(
     cli: Cli, base_args: list[str], eight_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -330,6 +335,7 @@ def wait_for_step(process: BaseProcess, said: Path, output: Path, step: int) -> 
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_sigterm_then_kill_9_then_resume(cli: Cli, base_args: list[str], tmp_path: Path) -> None:
     """One run in three processes: asked to stop, killed without warning, finished here. Nothing is lost."""
     steps = 30

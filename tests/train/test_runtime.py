@@ -15,6 +15,7 @@ from tests.train.replays import Cli, assert_same, records, trained
 from tests.train.test_resume import adapter, start, steps_logged, wait_for_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["step", "layer"])
 @pytest.mark.parametrize("fused", [False, True], ids=["as they are", "fused"])
 def test_replayed_steps_are_the_eager_ones(make, fused, graphs, request):
@@ -64,6 +65,7 @@ def test_a_step_that_is_not_finite_is_left_out_by_a_replay_too(make, graphs):
     trainer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["step", "layer"])
 def test_a_run_resumed_between_replays_warms_up_to_the_same_bits(make, graphs):
     """Resumed by either kind of graphs, whichever it was before."""
@@ -97,6 +99,7 @@ def _dumped(state: dict[str, Any]) -> Any:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["step", "layer"])
 def test_what_cannot_be_captured_runs_eagerly_and_says_why(make, graphs):
     """A layer that waits for the device: neither the step nor the layers can be captured."""

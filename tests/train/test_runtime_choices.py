@@ -132,6 +132,7 @@ def test_layers_that_are_not_fused_say_why(model_dir: Path):
     assert not done and "--save checkpoint" in done.why_not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", ["step", "layer"])
 def test_a_refused_replay_is_said_and_its_step_runs_again(make, graphs):
     """A parameter moves while graphs replay, in step 5, for layers between its microbatches: the run goes on with the

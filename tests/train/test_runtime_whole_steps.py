@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from lorakernels.train.model import summed_loss
@@ -10,6 +11,7 @@ from lorakernels.train.packing import PackedRows
 from tests.train.replays import assert_same, trained
 
 
+@pytest.mark.slow
 def test_rows_as_one_sequence_replay_too(make, rows: PackedRows):
     """Without isolation, attention has no mask: a row's loss is the model's own on that row."""
     graphed, _ = make(True, isolate_documents=False)

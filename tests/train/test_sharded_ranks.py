@@ -23,6 +23,8 @@ from tests.train.replays import records
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import adapter
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., int]
 SHARDED = "--shard-base"
 FORMS = {

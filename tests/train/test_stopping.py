@@ -49,6 +49,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_and_is_the_adapter(
     cli: Cli, base_args: list[str], tmp_path: Path, losses: dict[int, float], capsys: Says
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_best_checkpoint_that_is_lost_is_said(
     assert adapter(tmp_path) == newest.read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [3, 4, 5], ids=lambda step: f"stopped after {step}")
 def test_early_stopping_counts_on_after_a_resume(
     cli: Cli, base_args: list[str], tmp_path: Path, losses: dict[int, float],
@@ -230,6 +232,7 @@ def test_what_cannot_work_is_named(
     assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_kill_9_then_resume_with_everything_on(
     cli: Cli, base_args: list[str], tmp_path: Path
 ) -> None:

@@ -38,6 +38,8 @@ from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
 from tests.train.replays import assert_same, trained
 
+pytestmark = pytest.mark.slow
+
 PARAMETER = "model.layers.0.self_attn.q_proj.lora_B"
 
 

@@ -96,6 +96,7 @@ def check_trained(form: str, found: list[float], expected: list[float]) -> None:
     check_losses(found, expected, "FP8" in form)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_two_parts_train_as_one_process(form: str, alone: Path, two_ranks: Path) -> None:
     expected = losses(alone / form)
@@ -200,6 +201,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two_parts(
     assert adapter(copy) != adapter(two_ranks / form), "other sums: the comparison was of two runs"
 
 
+@pytest.mark.slow
 def test_parts_take_the_best_step(run: list[Any], tmp_path: Path) -> None:
     """Of a run whose steps are too large, so that its last one is not the best."""
     steps = ["--optim", "sgd", "--lr", 100, "--lr-scheduler-type", "constant", "--eval-every", 1]
@@ -218,6 +220,7 @@ def test_parts_take_the_best_step(run: list[Any], tmp_path: Path) -> None:
     assert torch.equal(torch.cat(ranks, 1), file[f"base_model.model.{name}.weight"])
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_parts(run: list[Any], tmp_path: Path) -> None:
     """Each replica has rows of its own, which one process has in another microbatch."""
     form = ["--no-fp8", "--lora-dropout", "0"]
@@ -230,6 +233,7 @@ def test_two_replicas_of_two_parts(run: list[Any], tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_replicas_of_two_parts_keep_one_base(run: list[Any], tmp_path: Path) -> None:
     """To the bit, and a run goes on with the base sharded."""
     whole, sharded, parts = (tmp_path / name for name in ("whole", "sharded", "parts"))
@@ -247,6 +251,7 @@ def test_two_replicas_of_two_parts_keep_one_base(run: list[Any], tmp_path: Path)
             assert_same(*(torch.load(run / f"rank{rank}.pt") for run in (found, whole)))
 
 
+@pytest.mark.slow
 def test_parts_of_layers_and_of_rows(run: list[Any], tmp_path: Path) -> None:
     """Two times two ranks are two that share rows alone, with their scales."""
     form = ["--fuse", "--cp", 2]
@@ -270,6 +275,7 @@ def wide_model(even_model: Path, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [
