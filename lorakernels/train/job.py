@@ -93,7 +93,7 @@ class Result:
         found = self.session.evaluations
         first, last = found.first_eval, found.last_eval
         if first is None or last is None:
-            return f"validation loss not measured (nothing held out), adapter in {self.adapter}"
+            return f"validation loss not measured, as no document was held out; adapter in {self.adapter}"
         return f"validation loss {first:.4f} → {last:.4f}, adapter in {self.adapter}"
 
 
@@ -225,7 +225,10 @@ def read_data(
     check_rows(data, ranks)  # the checks below then find the same on all ranks
     check_vocabulary(config, data.files)
     if (names := options.needs_held_out()) and not len(data.held):
-        raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
+        raise OptionError(
+            f"{names[0]} reads a held-out loss, and no document is held out: give --eval-data FILE, or a larger "
+            "--eval-fraction"
+        )
     return data
 
 

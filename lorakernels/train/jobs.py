@@ -249,7 +249,11 @@ def save_jobs(
     held: Any = data.held
     found = trainer.evaluate_each(held, reporter)
     for job in trainer.jobs:
-        loss = f"{found[job.name]:.4f}" if job.name in found else "not measured (nothing held out)"
+        loss = (
+            f"{found[job.name]:.4f}"
+            if job.name in found
+            else "not measured, as no document was held out"
+        )
         text = f"Job {job.name}, one of {len(trainer.jobs)} at once. Held-out loss in nats per token: {loss}."
         own = job_options(job, trainer.options)
         sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}

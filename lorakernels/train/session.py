@@ -291,18 +291,22 @@ class Session:
         found, step = self.evaluations, self.trainer.counters.step
         self.adapter_step = step
         if not self.options.load_best_model_at_end or found.best_step is None:
-            return f"the adapter is that of the last step, {step}"
+            return f"the adapter has the weights after step {step}, the last one"
         assert self.checkpoints is not None
         if found.best_step != step:
             checkpoints, best_step, trainer = self.checkpoints, found.best_step, self.trainer
             try:
                 best = trainer.ranks.together(lambda: checkpoints.load(best_step, trainer.device))
             except FinetuneError as error:  # on all ranks, whose parts must be of one step
-                return f"the adapter is that of the last step, {step}, as the best one is lost: {error}"
+                last = f"the adapter has the weights after step {step}, the last one"
+                return f"{last}, because the best checkpoint is lost: {error}"
             trainer.take_weights(best)
             self.adapter_step = best.step
             found.last_eval, found.last_eval_step = found.best_eval, best.step
-        return f"the adapter is that of step {found.best_step}, whose held-out loss {found.best_eval:.4f} is the lowest"
+        return (
+            f"the adapter has the weights after step {found.best_step}, whose validation loss {found.best_eval:.4f} "
+            "is the lowest"
+        )
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         if self.held is None or not len(self.held):

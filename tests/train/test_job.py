@@ -80,7 +80,7 @@ def test_variants_run(
     if "--eval-fraction" in more:
         assert (
             last
-            == f"validation loss not measured (nothing held out), adapter in {tmp_path / 'adapter'}"
+            == f"validation loss not measured, as no document was held out; adapter in {tmp_path / 'adapter'}"
         )
     else:
         match = re.match(r"validation loss ([\d.]+) → ([\d.]+), adapter in ", last)
