@@ -97,7 +97,7 @@ def load_quantized(
     adapter_dtype: torch.dtype | None = torch.float32,
     rng_state: PhiloxState | PhiloxStates | None = None,
     attn_implementation: str | None = None,
-    progress: bool | Progress = True,
+    progress: bool | Progress = False,
     mesh: Any = None,
     offload: float | Offload = 0.0,
     embeddings: bool = False,
@@ -124,7 +124,8 @@ def load_quantized(
         adapter_dtype, rng_state: as for `apply_lora`.
         attn_implementation: as for transformers. None leaves the choice to it: what `config` asks for, or "sdpa" if the
             model has that.
-        progress: True shows one line on a terminal; a function is called with (bytes read, total bytes).
+        progress: a function is called with (bytes read, total bytes) after each tensor. True shows one line on a
+            terminal, False nothing.
         mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. The base is then sharded over its ranks, as
             `shard_base` leaves it, and no rank ever holds all of it. Collective. `fuse` may follow, adapters may not:
             give `lora`.

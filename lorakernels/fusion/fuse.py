@@ -23,6 +23,7 @@ from lorakernels.fusion.rewire import Options, changed, rewire, unwire
 from lorakernels.modules.holder import refuse_rows_over_ranks
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
+from lorakernels.modules.report_text import folded, lines_of
 from lorakernels.modules.undo import all_or_nothing
 from lorakernels.plans.routing import counted
 
@@ -40,6 +41,12 @@ class LayerReport:
     bytes: int
     frozen: tuple[str, ...]
 
+    @property
+    def text(self) -> str:
+        """What `print(report)` says of the layer, and once of layers of which it says the same."""
+        frozen = f"; now FP8: {', '.join(self.frozen)}" if self.frozen else ""
+        return f"{self.kind} save={self.save} {self.bytes:,} bytes{frozen}"
+
 
 class ChosenBackend(NamedTuple):
     """An attention backend, and the reason why "auto" chose a slower one than cuDNN's graphs on Hopper; else ""."""
@@ -50,7 +57,7 @@ class ChosenBackend(NamedTuple):
 
 @dataclass(frozen=True)
 class FuseReport:
-    """What `fuse` decided. `print(report)` shows it as a table, with the attention backends used so far.
+    """What `fuse` decided. `print(report)` shows it, with equal layers in one line and the attention backends so far.
 
     `tokens` is the number of tokens that bytes are counted for, `element` the bytes per number.
     """
@@ -133,14 +140,10 @@ class FuseReport:
         lines = [
             f"{len(self.layers)} fused layers keep {self.saved_bytes:,} bytes for backward per {per}",
             f"attention {self.attention}: {taken}",
-            f"eager forwards of projections: {self.eager_forwards}",
+            f"forward passes of projections without CUDA graphs: {self.eager_forwards}",
             *self.notes,
         ]
-        for layer in self.layers:
-            frozen = f"; now FP8: {', '.join(layer.frozen)}" if layer.frozen else ""
-            lines.append(
-                f"  {layer.name}: {layer.kind} save={layer.save} {layer.bytes:,} bytes{frozen}"
-            )
+        lines += lines_of((layer.name, layer.text) for layer in self.layers)
         for size in dict.fromkeys(self.sizes):
             costs = ", ".join(
                 f"{save} {size.saved_bytes(save, self.tokens, self.element):,}" for save in SAVE
@@ -266,7 +269,7 @@ def unfuse(model: nn.Module) -> None:
     stale = unwire(model)
     if stale:
         warnings.warn(
-            f"{', '.join(stale)} stay FrozenFP8Linears: they hold another weight than the nn.Linears that fuse kept, "
+            f"{folded(stale)} stay FrozenFP8Linears: they hold another weight than the nn.Linears that fuse kept, "
             "which are dropped",
             RuntimeWarning,
             stacklevel=2,

@@ -9,14 +9,14 @@ Linear layers of these names, of shared experts and dense layers, then get no ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
 from lorakernels.modules.experts import expert_layers, held_experts
-from lorakernels.modules.report_text import grouped
+from lorakernels.modules.report_text import folded
 from lorakernels.modules.targets import all_linear, choose, counts_as_linear
 
 GATE_UP = "gate_up_proj"
@@ -90,14 +90,10 @@ class PEFTDifference:
     def __str__(self) -> str:
         parts = [f"{self.numbers} (target_modules={self.target_modules} of a {self.model_type!r})"]
         if self.more:
-            parts.append(f"it also adapts {_paths(self.more)}")
+            parts.append(f"it also adapts {folded(self.more)}")
         if self.less:
-            parts.append(f"it leaves out {_paths(self.less)}")
+            parts.append(f"it leaves out {folded(self.less)}")
         return "; ".join(parts)
-
-
-def _paths(paths: Iterable[str]) -> str:
-    return ", ".join(path for path, _, _ in grouped((path, "") for path in paths))
 
 
 def unlike_peft(

@@ -14,7 +14,7 @@ from lorakernels.device import capability_of
 from lorakernels.modules.group import GroupedLoRALinear
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.peft_mixtures import PEFTDifference
-from lorakernels.modules.report_text import grouped
+from lorakernels.modules.report_text import lines_of
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 from lorakernels.plans.routing import counted
@@ -130,8 +130,7 @@ class LoRAReport:
     def __str__(self) -> str:
         rows = self.modules
         paths = {tuple(m.ops.items()) for m in rows if m.ops}
-        said = grouped((m.name, _text(m, shows_path=len(paths) > 1)) for m in rows)
-        lines = [f"  {names}{f' ({n})' if n > 1 else ''}: {text}" for names, n, text in said]
+        lines = lines_of((m.name, _text(m, shows_path=len(paths) > 1)) for m in rows)
         return "\n".join([*self._head(rows), *lines, *_why(rows)])
 
     def details(self) -> str:
@@ -147,8 +146,8 @@ class LoRAReport:
             f"LoRA on {adapted} modules, {self.trainable_parameters:,} of "
             f"{self.total_parameters:,} parameters trainable ({share:.3f} %)",
             *([str(self.unlike_peft)] if self.unlike_peft else []),
-            f"FP8 scales: {self.scales_in_charge}; dropout: {self.dropout_source}; "
-            f"eager forwards: {self.eager_forwards}",
+            f"FP8 scales: {_scales(self.scales_in_charge)}; dropout masks: {_masks(self.dropout_source)}; "
+            f"forward passes without CUDA graphs: {self.eager_forwards}",
         ]
 
     def _row(self, path: str, module: nn.Module) -> ModuleReport:
@@ -164,6 +163,22 @@ class LoRAReport:
         if trained:
             return ModuleReport(path, "bias", f"trained: {', '.join(trained)}", kind)
         return ModuleReport(path or "(root)", "frozen", f"not a target{held}", kind)
+
+
+def _scales(in_charge: str) -> str:
+    """`scales_in_charge` in words."""
+    words = {
+        "auto": "updated at each training forward",
+        "explicit": "updated by calls of reduce_and_update alone",
+        "each block": "one for each block, never updated",
+        "none": "none, as no layer is in FP8",
+    }
+    return words.get(in_charge, f"updated by {in_charge}")
+
+
+def _masks(source: str) -> str:
+    """`dropout_source` in words."""
+    return f"drawn from {source}" if source else "none"
 
 
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:

@@ -23,6 +23,16 @@ def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
     ]
 
 
+def lines_of(said: Iterable[tuple[str, str]]) -> list[str]:
+    """A report's lines of (path, text) pairs, one for the paths of which the text is equal."""
+    return [f"  {paths}{f' ({n})' if n > 1 else ''}: {text}" for paths, n, text in grouped(said)]
+
+
+def folded(paths: Iterable[str]) -> str:
+    """Paths with braces, separated by commas."""
+    return ", ".join(path for path, _, _ in grouped((path, "") for path in paths))
+
+
 def _joined(paths: list[_Parts]) -> list[_Parts]:
     """Join paths that differ in one part: first in numbers, then in names, each from the last part to the first."""
     longest = max(map(len, paths))

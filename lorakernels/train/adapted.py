@@ -44,7 +44,7 @@ from lorakernels.train.parts import whole_model
 from lorakernels.train.pipeline import cut_stages, stage_ranks
 from lorakernels.train.preflight import read_config
 from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reading, Reporter
+from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Fused, fuse_layers, make_random_state
 from lorakernels.train.sharding import pinning, shard_mesh, shard_parts
 from lorakernels.train.tensor import layer_mesh, split_layers, splits_vocabulary
@@ -148,23 +148,24 @@ def load_adapted(
     """
     if options.fp8:
         quiet_transformers()
-        reading = Reading(reporter)
+        reading = reporter.phase("loading")
         try:
-            loaded = load_quantized(
-                directory,
-                device=device,
-                dtype=dtype,
-                lora=lora_config(options),
-                rng_state=random,
-                attn_implementation=attention_of(read_config(directory)),
-                progress=reading,
-                mesh=meshes.base,
-                offload=Offload(options.offload, progress=pinning(reporter.say)),
-                embeddings=options.shard_embeddings and meshes.base is not None,
-                stages=meshes.stages,
-                tp=meshes.tp,
-                vocabulary=meshes.tp is not None and splits_vocabulary(directory, options),
-            )
+            with reading:
+                loaded = load_quantized(
+                    directory,
+                    device=device,
+                    dtype=dtype,
+                    lora=lora_config(options),
+                    rng_state=random,
+                    attn_implementation=attention_of(read_config(directory)),
+                    progress=reading,
+                    mesh=meshes.base,
+                    offload=Offload(options.offload, progress=pinning(reporter.say)),
+                    embeddings=options.shard_embeddings and meshes.base is not None,
+                    stages=meshes.stages,
+                    tp=meshes.tp,
+                    vocabulary=meshes.tp is not None and splits_vocabulary(directory, options),
+                )
         except (ValueError, TypeError, OSError) as error:
             if reading.began or meshes.base is not None or options.offload:
                 raise ModelError(f"the model in {directory} cannot be loaded: {error}") from error
@@ -179,7 +180,8 @@ def load_adapted(
             loaded.model.config.use_cache = False  # type: ignore[union-attr]
             return loaded.model, loaded.report
     torch.manual_seed(options.seed)
-    model = load_model(directory, dtype, device, reporter.say)
+    with reporter.phase("loading") as reading:
+        model = load_model(directory, dtype, device, reporter.say, reading)
     torch.manual_seed(options.seed)
     return model, add_adapters(model, options, random)
 

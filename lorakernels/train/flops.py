@@ -60,9 +60,9 @@ class Sizes:
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
-    """The peak that MFU is relative to, or a sentence that says why there is none."""
+    """The peak that MFU is relative to, or a sentence that says why there is none; "" where nobody asks for one."""
     if device.type != "cuda":
-        return f"no MFU: no peak is known for {device.type}"
+        return ""
     if dtype != torch.bfloat16:
         return f"no MFU: no peak is kept for {dtype}"
     name = torch.cuda.get_device_name(device)

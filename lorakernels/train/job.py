@@ -64,6 +64,7 @@ from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
 from lorakernels.train.parts import collect, whole_model
 from lorakernels.train.preflight import check_before_loading, check_vocabulary
+from lorakernels.train.progress import Observer, nobody
 from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.runtime import Runtime, check_scope
@@ -90,7 +91,7 @@ class Result:
         found = self.session.evaluations
         first, last = found.first_eval, found.last_eval
         if first is None or last is None:
-            return f"validation loss not measured (nothing held out), adapter in {self.adapter}"
+            return f"validation loss not measured, as no document was held out; adapter in {self.adapter}"
         return f"validation loss {first:.4f} → {last:.4f}, adapter in {self.adapter}"
 
 
@@ -216,13 +217,16 @@ def read_data(
     """
     tokens = Path(str(options.output)) / TOKENS
     if jobs:
-        data = load_jobs(jobs, options, tokenizer, tokens, reporter.say)
+        data = load_jobs(jobs, options, tokenizer, tokens, reporter)
     else:
-        data = load_data(options, tokenizer, tokens, reporter.say, ranks)
+        data = load_data(options, tokenizer, tokens, reporter.say, ranks, reporter.phase)
     check_rows(data, ranks)  # the checks below then find the same on all ranks
     check_vocabulary(config, data.files)
     if (names := options.needs_held_out()) and not len(data.held):
-        raise OptionError(f"{names[0]} reads a held-out loss, and nothing is held out")
+        raise OptionError(
+            f"{names[0]} reads a held-out loss, and no document is held out: give --eval-data FILE, or a larger "
+            "--eval-fraction"
+        )
     return data
 
 
@@ -246,13 +250,14 @@ def write_results(session: Session, files: AdapterFiles, data: RunData, output: 
     """Write the adapters, the curve of the loss and the merged model, of the whole model on one rank."""
     trainer, options, say = session.trainer, session.options, session.reporter.say
     if isinstance(trainer, JobsTrainer):
-        save_jobs(trainer, files, output, say, data)
+        save_jobs(trainer, files, output, session.reporter, data)
     else:
         save_adapter_files(files, output / ADAPTER)
     title = f"LoRA, rank {options.r}, {files.base.name}"
     plot_losses(session.metrics, output / LOSS, title)
     if options.merge is not None:
-        merged = write_merged(files.base, output / ADAPTER, options.merge)
+        with session.reporter.phase("merging") as shown:
+            merged = write_merged(files.base, output / ADAPTER, options.merge, shown)
         say(f"merged model ({options.merge}) in {merged}")
 
 
@@ -293,7 +298,7 @@ def make_session(
     options = trainer.options
     peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
     tokens = trainer.rows_per_step * options.seq_len
-    reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions; {_mfu_line(peak)}")
+    reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions{_mfu_line(peak)}")
     if line := few_steps(len(trainer.rows), trainer.rows_per_step, options):
         reporter.say(line)
     return Session(trainer, held, options, reporter, metrics, sizes.flops, peak)
@@ -313,7 +318,9 @@ def few_steps(rows: int, rows_per_step: int, options: FinetuneOptions) -> str:
 
 
 def _mfu_line(peak: Peak | str) -> str:
-    return f"MFU against {peak.tflops:g} TFLOP/s ({peak.name})" if isinstance(peak, Peak) else peak
+    if isinstance(peak, Peak):
+        return f"; MFU against {peak.tflops:g} TFLOP/s ({peak.name})"
+    return f"; {peak}" if peak else ""
 
 
 def describe(device: torch.device, ranks: Ranks) -> str:
@@ -341,15 +348,16 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:24]
 
 
-def write_merged(base: Path, adapter: Path, format: str) -> Path:
+def write_merged(base: Path, adapter: Path, format: str, progress: Observer = nobody) -> Path:
     """Write the base with the adapter merged into it, beside the adapter.
 
     Raises:
         FinetuneError: the merge failed; the adapter is kept.
     """
     try:
+        target = adapter.parent / MERGED
         return export_model(
-            base, adapter, adapter.parent / MERGED, format=format, overwrite=True
+            base, adapter, target, format=format, overwrite=True, progress=progress
         ).path
     except (ValueError, OSError) as error:
         what = describe_os_error(error, adapter.parent) if isinstance(error, OSError) else error

@@ -12,7 +12,7 @@ alone. An epoch passes over the longest job's rows once, and over those of the o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,9 @@ from lorakernels.train.model_card import model_card
 from lorakernels.train.option_checks import check_apart
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
+from lorakernels.train.progress import in_batches
 from lorakernels.train.ranks import Ranks
+from lorakernels.train.reporter import Reporter
 from lorakernels.train.written import ADAPTER, WRITTEN
 from lorakernels.train.yaml_text import load_yaml
 
@@ -201,8 +203,8 @@ class JobRows:
 
 
 def load_jobs(
-    jobs: Sequence[Job], options: FinetuneOptions, tokenizer: Any, cache: Path, say: Callable[[str], None]
-) -> RunData:  # fmt: skip
+    jobs: Sequence[Job], options: FinetuneOptions, tokenizer: Any, cache: Path, reporter: Reporter
+) -> RunData:
     """The data of every job, joined.
 
     Raises:
@@ -210,9 +212,10 @@ def load_jobs(
     """
     found = []
     for job in jobs:
-        say(f"job {job.name}:")
+        reporter.say(f"job {job.name}:")
         own = replace(options, data=job.data, eval_data=job.eval_data)
-        found.append(load_data(own, tokenizer, cache, say, Ranks()))
+        given = own, tokenizer, cache, reporter.say, Ranks(), reporter.phase
+        found.append(load_data(*given))
     identity: dict[str, Any] = {
         f"{job.name}: {key}": value
         for job, data in zip(jobs, found, strict=True)
@@ -240,13 +243,17 @@ def add_jobs(model: nn.Module, jobs: Sequence[Job]) -> AdapterBatch:
 
 
 def save_jobs(
-    trainer: JobsTrainer, files: AdapterFiles, output: Path, say: Callable[[str], None], data: RunData
-) -> None:  # fmt: skip
+    trainer: JobsTrainer, files: AdapterFiles, output: Path, reporter: Reporter, data: RunData
+) -> None:
     """Write <output>/<job>/adapter/ of every job, as PEFT opens it, and say its held-out loss."""
     held: Any = data.held
-    found = trainer.evaluate_each(held)
+    found = trainer.evaluate_each(held, reporter)
     for job in trainer.jobs:
-        loss = f"{found[job.name]:.4f}" if job.name in found else "not measured (nothing held out)"
+        loss = (
+            f"{found[job.name]:.4f}"
+            if job.name in found
+            else "not measured, as no document was held out"
+        )
         text = f"Job {job.name}, one of {len(trainer.jobs)} at once. Held-out loss in nats per token: {loss}."
         own = job_options(job, trainer.options)
         sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
@@ -254,7 +261,7 @@ def save_jobs(
         target = output / job.name / ADAPTER
         with trainer.adapters.only(job.name):
             save_adapter_files(replace(files, card=partial(bytes, card)), target)
-        say(f"job {job.name}: validation loss {loss}, adapter in {target}")
+        reporter.say(f"job {job.name}: validation loss {loss}, adapter in {target}")
 
 
 def job_options(job: Job, options: FinetuneOptions) -> FinetuneOptions:
@@ -312,10 +319,12 @@ class JobsTrainer(Trainer):
             norms.append(norm)
         return torch.stack(norms).norm()
 
-    def evaluate_each(self, held: JobRows) -> dict[str, float]:
+    def evaluate_each(self, held: JobRows, reporter: Reporter) -> dict[str, float]:
         """{name: mean token loss, in nats, on its held-out rows} of the jobs that have any."""
-        return {
-            job.name: evaluate(self.model, held.only(i), self.options)  # type: ignore[arg-type]
-            for i, job in enumerate(self.jobs)
-            if len(held.each[i])
-        }
+        found = {}
+        for i, job in enumerate(self.jobs):
+            if len(held.each[i]):
+                rows: Any = held.only(i)
+                with reporter.phase(f"evaluation of {job.name}", in_batches) as shown:
+                    found[job.name] = evaluate(self.model, rows, self.options, Ranks(), shown)
+        return found

@@ -41,9 +41,10 @@ from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizers import Updater
 from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import Batch, PackedRows, RowOrder
+from lorakernels.train.packing import Batch, PackedRows, RowOrder, spread
 from lorakernels.train.parts import Parts
 from lorakernels.train.pipeline import Stages
+from lorakernels.train.progress import Observer, nobody
 from lorakernels.train.ranks import STEP, Ranks, wait_for
 from lorakernels.train.runtime import Runtime
 from lorakernels.train.schedule import make_schedule
@@ -383,10 +384,9 @@ class Trainer:
 
 
 def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batch]:
-    """Batches of ``limit`` rows (0: all), evenly spread, because rows are packed with the longest documents first."""
-    count = min(len(rows), limit) if limit else len(rows)
-    chosen = [i * len(rows) // count for i in range(count)]
-    for start in range(0, count, size):
+    """Batches of ``limit`` rows (0: all), evenly spread."""
+    chosen = spread(len(rows), limit)
+    for start in range(0, len(chosen), size):
         yield rows.batch(chosen[start : start + size])
 
 
@@ -407,10 +407,12 @@ def evaluate(
     rows: PackedRows,
     options: FinetuneOptions,
     ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    progress: Observer = nobody,
 ) -> float:
     """Mean token loss, in nats, on held-out rows. Each rank evaluates its share of the batches.
 
-    Evaluation draws no random number and changes no state.
+    Evaluation draws no random number and changes no state. ``progress`` is told the batches of all ranks that were
+    handed out, without a wait for the device, and the last one when the loss is there.
     """
     device = next(model.parameters()).device
     training = model.training
@@ -418,9 +420,10 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
     context, stages = ContextParallel.of(model), Stages.of(model)
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
+    count = math.ceil(len(spread(len(rows), options.eval_rows)) / options.batch_size)
     if stages is not None:
-        batches, total = iter(()), stages.evaluate(rows, device)
-    for whole, counts in rounds(batches, ranks):
+        batches, total = iter(()), stages.evaluate(rows, device, progress)
+    for number, (whole, counts) in enumerate(rounds(batches, ranks), start=1):
         batch = own_part(whole, context, options.isolate_documents)
         if ranks.size > 1:  # its collectives must not be launched long before the device is there
             wait_for(device)
@@ -428,7 +431,9 @@ def evaluate(
         if counts and ranks.counts:
             total[0] += loss
             total[1] += batch.targets
+        progress(min(number * ranks.replicas, count - 1), count)
     model.train(training)
     ranks.add_up([total])
     summed, tokens = total.tolist()
+    progress(count, count)
     return summed / max(tokens, 1.0)

@@ -20,6 +20,7 @@ from lorakernels.train.loss import chunked_cross_entropy
 from lorakernels.train.model_folder import why_no_model
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import Batch, attention_mask
+from lorakernels.train.progress import Observer, nobody
 from lorakernels.train.ranks import Ranks
 
 MASKLESS = "lorakernels_maskless_sdpa"  # transformers' sdpa under a name for which it makes no mask
@@ -154,11 +155,12 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     say: Callable[[str], None] | None = None,
+    progress: Observer = nobody,
 ) -> nn.Module:
     """The base model in ``dtype`` on ``device``, by transformers.
 
     Every tensor must come from the directory, and every tensor there must be used. ``say`` is told of those that
-    transformers leaves out by its own lists.
+    transformers leaves out by its own lists. ``progress`` is told the bytes read of a base in block FP8.
 
     Raises:
         ModelError: a tensor is missing or has no place, or the model cannot be loaded.
@@ -172,7 +174,7 @@ def load_model(
         attention = attention_of(config)
         why_not = ""
         if files.fp8:
-            loaded = _dequantized(directory, dtype, device, attention, say)
+            loaded = _dequantized(directory, dtype, device, attention, say, progress)
             if isinstance(loaded, nn.Module):
                 return loaded
             why_not = loaded
@@ -221,13 +223,20 @@ def _dequantized(
     device: torch.device,
     attention: str,
     say: Callable[[str], None] | None,
+    progress: Observer,
 ) -> nn.Module | str:
     """A base in block FP8 in ``dtype``, tensor by tensor; why not, if that is refused before a value is read.
 
     Raises:
         ModelError: a value cannot be used.
     """
-    began: list[int] = []
+    began = False
+
+    def read(done: int, total: int) -> None:
+        nonlocal began
+        began = True
+        progress(done, total)
+
     try:
         loaded: Any = load_quantized(
             directory,
@@ -235,7 +244,7 @@ def _dequantized(
             dtype=dtype,
             frozen="plain",
             attn_implementation=attention,
-            progress=lambda done, _: began.append(done),
+            progress=read,
         )
     except (ValueError, TypeError, OSError) as error:
         if began:

@@ -220,7 +220,9 @@ class FinetuneOptions(RunningOptions):
     )
     keep: int = option(2, "checkpoints and logs", "checkpoints kept")
     log_every: int = option(
-        10, "checkpoints and logs", "steps between log lines when there is no terminal"
+        10,
+        "checkpoints and logs",
+        "steps between the values that --logger sends; without a terminal, lines come after as many, 10 to 30 s apart",
     )
 
     fuse: bool | None = option(

@@ -271,6 +271,12 @@ class RowOrder:
         return int(self._order[index])
 
 
+def spread(rows: int, limit: int) -> list[int]:
+    """The numbers of ``limit`` rows (0: all), evenly spread, because the longest documents are packed first."""
+    count = min(rows, limit) if limit else rows
+    return [i * rows // count for i in range(count)]
+
+
 def attention_mask(segments: Tensor) -> Tensor:
     """segments int64 [B, T] → mask bool [B, 1, T, T], True where query t sees key u: same segment and u ≤ t.
 

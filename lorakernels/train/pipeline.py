@@ -9,6 +9,7 @@ stage, and share its rows: a replica then has M · N ranks.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -27,8 +28,9 @@ from lorakernels.train.errors import OptionError
 from lorakernels.train.model import decoder_and_head, no_mask, places_of, places_over_ranks
 from lorakernels.train.optimizers import groups, numbers
 from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import IGNORE, Batch, PackedRows
+from lorakernels.train.packing import IGNORE, Batch, PackedRows, spread
 from lorakernels.train.parts import Parts
+from lorakernels.train.progress import Observer, nobody
 from lorakernels.train.ranks import Ranks, wait_for
 
 
@@ -86,12 +88,17 @@ class Stages(Parts):
         self.others.add_up([square])
         return square.sqrt()
 
-    def evaluate(self, rows: PackedRows, device: torch.device) -> Tensor:
-        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank."""
+    def evaluate(
+        self, rows: PackedRows, device: torch.device, progress: Observer = nobody
+    ) -> Tensor:
+        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank.
+
+        ``progress`` is told the batches that were handed out, but for the last.
+        """
         options, ranks, context = self.options, self.ranks, self.pipeline.context
         isolate = options.isolate_documents
-        count = min(len(rows), options.eval_rows) if options.eval_rows else len(rows)
-        chosen = [i * len(rows) // count for i in range(count)]
+        chosen = spread(len(rows), options.eval_rows)
+        count = len(chosen)
         size, at_once = options.batch_size, self.pipeline.microbatches
         together = size * at_once * ranks.replicas
         total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -107,6 +114,8 @@ class Stages(Parts):
             if ranks.first_of_replica:
                 total[0] += loss
                 total[1] += sum(batch.targets for batch in batches)
+            handed_out, batches_in_all = (start + together) // size, math.ceil(count / size)
+            progress(min(handed_out, batches_in_all - 1), batches_in_all)
         return total
 
     def collect(self) -> None:

@@ -1,24 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output during a run: a progress bar on a terminal, otherwise a line every few steps."""
+"""Output during a run: bars on a terminal, otherwise lines, and on other ranks than the first nothing."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from lorakernels.train.errors import require
 from lorakernels.train.loop import StepResult
+from lorakernels.train.progress import Amount, Bar, Bars, Clock, Lines, Phase, in_bytes, in_steps
 
 
 class Reporter:
-    """Shows the progress between ``start`` and ``stop``. ``say`` works at any time."""
+    """Shows how far a run is. ``say`` works at any time, ``step`` between ``start`` and ``stop``."""
 
-    def __init__(self, label: str, log_every: int, quiet: bool = False) -> None:
-        self.label, self.log_every = label, log_every
-        self.console = require("rich.console").Console(quiet=quiet)
-        self._bar: Any = None
-        self._task: Any = None
+    def __init__(
+        self,
+        label: str,
+        log_every: int,
+        quiet: bool = False,
+        console: Any = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.label, self.log_every, self.clock = label, log_every, clock
+        self.console = console or require("rich.console").Console(quiet=quiet)
+        self._bars = Bars(self.console)
+        self._training = Phase(label)
 
     def say(self, text: str) -> None:
         """Print one line as it is, without wrapping or markup."""
@@ -32,61 +41,35 @@ class Reporter:
             table.add_row(*row)
         self.console.print(table)
 
+    def phase(self, name: str, amount: Amount = in_bytes, every: int = 0) -> Phase:
+        """A phase, to be entered as a context and called with (done, total). `every` is that of Lines."""
+        if self.console.quiet:
+            return Phase(name, amount)
+        given = name, amount, every, self.say, self.clock
+        return Bar(*given, self._bars) if self.console.is_interactive else Lines(*given)
+
     def start(self, done: int, total: int) -> None:
-        if not self.console.is_terminal or self.console.quiet:
-            return
-        rich = require("rich.progress")
-        self._bar = rich.Progress(
-            rich.TextColumn(self.label),
-            rich.BarColumn(),
-            rich.MofNCompleteColumn(),
-            rich.TextColumn("{task.fields[numbers]}"),
-            rich.TimeRemainingColumn(),
-            console=self.console,
-        )
-        self._task = self._bar.add_task(self.label, total=total, completed=done, numbers="")
-        self._bar.start()
+        self._training = self.phase(self.label, in_steps, self.log_every)
+        self._training.start(done, total)
 
     def step(self, step: int, total: int, result: StepResult, rates: dict[str, float]) -> None:
         loss = f"{result.loss:.4f}" if math.isfinite(result.loss) else str(result.loss)
-        mfu = f", MFU {100 * rates['mfu']:.2g} %" if "mfu" in rates else ""
-        numbers = (
-            f"loss {loss}  {rates['tokens_per_s']:.0f} tokens/s, {rates['tflops']:.3g} TFLOP/s{mfu}"
-        )
         if result.skipped:
             self.say(
                 f"step {step}: loss {loss}, gradient norm {result.grad_norm}: not finite, step skipped"
             )
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=numbers)
-        elif step % self.log_every == 0 or step == total:
-            self.say(
-                f"{self.label} step {step}/{total}  {numbers}  {result.seconds:.2f} s/step  "
-                f"lr {result.lr:.2e}  grad norm {result.grad_norm:.3g}"
-            )
+        self._training.note = f"loss {loss}  {_speed(rates)}"
+        self._training.more = (
+            f"{result.seconds:.2f} s/step  lr {result.lr:.2e}  grad norm {result.grad_norm:.3g}"
+        )
+        self._training(step, total)
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._training.close()
+        self._training = Phase(self.label)
 
 
-class Reading:
-    """Progress of `load_quantized`.
-
-    It notes whether a value was read. On a terminal it shows one line that overwrites itself.
-    """
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.began, self._console, self._shown = False, reporter.console, -1
-
-    def __call__(self, done: int, total: int) -> None:
-        self.began = True
-        percent = 100 * done // max(total, 1)
-        if percent == self._shown or not self._console.is_terminal:
-            return
-        self._shown = percent
-        end = "\n" if done == total else "\r"
-        self._console.print(
-            f"loading {done / 1e9:.1f} of {total / 1e9:.1f} GB, {percent} %", end=end
-        )
+def _speed(rates: dict[str, float]) -> str:
+    tflops = f", {rates['tflops']:.3g} TFLOP/s" if "tflops" in rates else ""
+    mfu = f", MFU {100 * rates['mfu']:.2g} %" if "mfu" in rates else ""
+    return f"{rates['tokens_per_s']:.0f} tokens/s{tflops}{mfu}"

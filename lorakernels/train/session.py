@@ -20,6 +20,7 @@ from lorakernels.train.loop import StepResult, Trainer, evaluate
 from lorakernels.train.metrics import MetricsLog
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.progress import in_batches
 from lorakernels.train.reporter import Reporter
 from lorakernels.train.same_run import check_equal, kept_options, with_defaults
 from lorakernels.train.stop_signal import StopSignal
@@ -159,10 +160,10 @@ class Session:
         log = MetricsLog(self.metrics if trainer.ranks.first else None)
         try:
             log.begin(trainer.counters.step, self.saved_step is not None)
-            self.reporter.start(trainer.counters.step, trainer.steps)
             with StopSignal() as stop:
                 if self.evaluations.first_eval is None:
                     self.evaluations.first_eval = self._evaluate(log)
+                self.reporter.start(trainer.counters.step, trainer.steps)
                 self._train(log, stop)
         finally:
             self.reporter.stop()
@@ -290,23 +291,29 @@ class Session:
         found, step = self.evaluations, self.trainer.counters.step
         self.adapter_step = step
         if not self.options.load_best_model_at_end or found.best_step is None:
-            return f"the adapter is that of the last step, {step}"
+            return f"the adapter has the weights after step {step}, the last one"
         assert self.checkpoints is not None
         if found.best_step != step:
             checkpoints, best_step, trainer = self.checkpoints, found.best_step, self.trainer
             try:
                 best = trainer.ranks.together(lambda: checkpoints.load(best_step, trainer.device))
             except FinetuneError as error:  # on all ranks, whose parts must be of one step
-                return f"the adapter is that of the last step, {step}, as the best one is lost: {error}"
+                last = f"the adapter has the weights after step {step}, the last one"
+                return f"{last}, because the best checkpoint is lost: {error}"
             trainer.take_weights(best)
             self.adapter_step = best.step
             found.last_eval, found.last_eval_step = found.best_eval, best.step
-        return f"the adapter is that of step {found.best_step}, whose held-out loss {found.best_eval:.4f} is the lowest"
+        return (
+            f"the adapter has the weights after step {found.best_step}, whose validation loss {found.best_eval:.4f} "
+            "is the lowest"
+        )
 
     def _evaluate(self, log: MetricsLog) -> float | None:
         if self.held is None or not len(self.held):
             return None
-        loss = evaluate(self.trainer.model, self.held, self.options, self.trainer.ranks)
+        trainer = self.trainer
+        with self.reporter.phase("evaluation", in_batches) as shown:
+            loss = evaluate(trainer.model, self.held, self.options, trainer.ranks, shown)
         step = self.trainer.counters.step
         log.write(step=step, eval_loss=loss)
         self.loggers.write(step, {"eval/loss": loss})
@@ -336,4 +343,6 @@ class Session:
         log.write(step=counters.step, **values)
         if counters.step % self.options.log_every == 0 or counters.step == self.trainer.steps:
             self.loggers.write(counters.step, {f"train/{k}": v for k, v in values.items()})
+        if self.trainer.device.type != "cuda":
+            rates = {"tokens_per_s": rate}
         self.reporter.step(counters.step, self.trainer.steps, result, rates)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,17 @@ def test_progress_counts_every_byte(tmp_path):
     total = sum(i.bytes for i in Directory(tmp_path).tensors.values())
     assert seen[-1] == (total, total) and seen == sorted(seen) and loaded.bytes == total
     assert len(seen) == loaded.tensors
+
+
+def test_a_load_is_silent_unless_it_is_asked(tmp_path, capsys, monkeypatch):
+    """Also on a terminal, where `progress=True` shows a line that ends with all of it."""
+    write_checkpoint(tmp_path, config())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    load_quantized(tmp_path, device="cpu")
+    assert capsys.readouterr() == ("", "")
+    load_quantized(tmp_path, device="cpu", progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("\rloading 0.0 of") and err.endswith(" GB, 100 %\n")
 
 
 def test_shards_that_exist_only_while_they_are_read(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels import BlockScaling, DelayedScaling, fuse
+from lorakernels import BlockScaling, DelayedScaling, FuseReport, fuse
 from lorakernels.fusion.memory import SAVE
 from tests.fusion.fused_models import (
     ATTENTION,
@@ -89,6 +89,27 @@ def test_the_largest_layer_in_fp8_keeps_little() -> None:
 
     size = LayerSize(8192, 28672, 64, 8, 128, (48, 16, 0, 0), True, False)
     assert size.saved_bytes("fp8", 8192) <= 1.1e9 < size.saved_bytes("recompute", 8192)
+
+
+def layer_lines(report: FuseReport) -> list[str]:
+    return [line.strip() for line in str(report).splitlines() if "DecoderLayer save=" in line]
+
+
+def test_the_report_has_a_line_for_equal_layers() -> None:
+    """Layers that became FP8 in other places, or keep other bytes, have lines of their own."""
+    model = adapted("Llama", LINEARS, model={"num_hidden_layers": 12})
+    report = fused_copy(model)[1]
+    line = f"LlamaDecoderLayer save=recompute {report.layers[0].bytes:,} bytes"
+    assert layer_lines(report) == [f"model.layers.{{0-11}} (12): {line}"]
+    for number in (0, 1, 4):
+        mlp = model.model.layers[number].mlp
+        mlp.up_proj = nn.Linear(32, 48, bias=False).requires_grad_(False)
+    first, second = layer_lines(fused_copy(model)[1])
+    assert first.startswith("model.layers.{0-1,4} (3): LlamaDecoderLayer save=recompute ")
+    assert first.endswith(" bytes; now FP8: up_proj")
+    assert second == f"model.layers.{{2-3,5-11}} (9): {line}"
+    one = adapted("Llama", LINEARS, model={"num_hidden_layers": 1})
+    assert layer_lines(fused_copy(one)[1]) == [f"model.layers.0: {line}"]
 
 
 @pytest.mark.parametrize("family", PACKINGS)

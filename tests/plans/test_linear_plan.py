@@ -93,7 +93,7 @@ def test_the_report_says_what_ran_by_plans_and_why_the_rest_did_not() -> None:
             model["c"](x)
         found = "1 by plans, 1 by the ops (no plan holds torch.pad), 1 by the ops (on a CPU, or watched by a mode"
         assert report.eager_forwards.startswith(found)
-        assert str(report).splitlines()[1].endswith(f"eager forwards: {report.eager_forwards}")
+        assert str(report).splitlines()[1].endswith(f" CUDA graphs: {report.eager_forwards}")
         model["b"].scaling = 3.0  # not called since
         assert report.eager_forwards.startswith("1 by plans, 1 by the ops (on a CPU")
 

@@ -28,7 +28,7 @@ def test_the_command_of_the_docs_runs(
     sizes = ["--device", "cpu", "--r", 4, "--seq-len", 128, "--batch-size", 1, "--steps", 4]
     assert cli(*words, *sizes) == 0
     said = capsys.readouterr().out
-    assert re.search(r"the adapter is that of step \d, whose held-out loss", said)
+    assert re.search(r"the adapter has the weights after step \d, whose validation loss", said)
     assert "Trained for" in (tmp_path / "out" / "adapter" / "README.md").read_text()
 
 

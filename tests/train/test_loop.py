@@ -250,6 +250,17 @@ def test_clipping(trainer: MakeTrainer) -> None:
     made.close()
 
 
+def test_evaluation_tells_its_batches(trainer: MakeTrainer, rows: PackedRows) -> None:
+    """The last one is told when the loss is there."""
+    made, told = trainer(batch_size=1), []
+    expected = evaluate(made.model, rows, made.options)
+    found = evaluate(made.model, rows, made.options, progress=lambda *both: told.append(both))
+    assert found == expected and len(rows) > 1
+    handed_out = [min(n, len(rows) - 1) for n in range(1, len(rows) + 1)]
+    assert told == [(n, len(rows)) for n in (*handed_out, len(rows))]
+    made.close()
+
+
 def test_evaluation_changes_nothing(trainer: MakeTrainer, rows: PackedRows) -> None:
     made = trainer(fp8=True, dropout=0.5, batch_size=2)
     made.step()

@@ -22,6 +22,7 @@ from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model_checks import check_model
 from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.progress import Phase
 from lorakernels.train.ranks import Ranks
 from tests import processes
 from tests.fusion.fused_models import FP32
@@ -92,7 +93,7 @@ def loaded(rank: int, device: torch.device, model: Path, ways: list[dict[str, An
     for way in ways:
         options = FinetuneOptions(model=str(model), data=["d"], output="o", pp=2, **way)
         said: list[str] = []
-        reporter: Any = SimpleNamespace(say=said.append, console=SimpleNamespace(is_terminal=False))
+        reporter: Any = SimpleNamespace(say=said.append, phase=Phase)
         random = PhiloxState(0, "cpu")
         given = (model, options, torch.bfloat16, device, random, reporter)
         loaded, _ = load_adapted(*given, Meshes(stages=mesh["pp"]))

@@ -57,12 +57,15 @@ def test_the_best_checkpoint_stays_and_is_the_adapter(
     losses.update({1: 4.0, 2: 3.0, 3: 2.0, 4: 2.5, 5: 2.0, 6: 3.5, 7: 3.6, 8: 3.7})
     run = [*base_args, "--steps", 8, "--eval-every", 1, "--save-every", 2, "--keep", 1]
     assert cli(*run, "--output", tmp_path / "last") == 0
-    assert "the adapter is that of the last step, 8" in capsys.readouterr().out
+    assert "the adapter has the weights after step 8, the last one\n" in capsys.readouterr().out
     assert kept(tmp_path / "last") == [8]
     best = tmp_path / "best"
     assert cli(*run, "--output", best, "--load-best-model-at-end") == 0
     said = capsys.readouterr().out
-    assert "the adapter is that of step 3, whose held-out loss 2.0000 is the lowest" in said
+    assert (
+        "the adapter has the weights after step 3, whose validation loss 2.0000 is the lowest"
+        in said
+    )
     assert said.splitlines()[-1].startswith("validation loss 5.0000 → 2.0000, ")
     assert kept(best) == [3, 8]
     assert adapter(best) == (folder_of(best, 3) / "adapter_model.safetensors").read_bytes()
@@ -73,7 +76,7 @@ def test_the_best_checkpoint_stays_and_is_the_adapter(
     )
     shutil.rmtree(folder_of(best, 8))
     assert cli(*run, "--output", best, "--load-best-model-at-end", "--resume") == 0
-    assert "that of step 3, whose held-out loss 2.0000" in capsys.readouterr().out
+    assert "after step 3, whose validation loss 2.0000" in capsys.readouterr().out
 
 
 def test_a_best_checkpoint_that_is_lost_is_said(
@@ -88,7 +91,7 @@ def test_a_best_checkpoint_that_is_lost_is_said(
     (folder_of(tmp_path, 1) / "state" / "rng.pt").unlink()
     assert cli(*run, "--output", tmp_path, "--resume") == 0
     said = capsys.readouterr().out
-    assert "that of the last step, 4, as the best one is lost: checkpoint " in said
+    assert "after step 4, the last one, because the best checkpoint is lost: checkpoint " in said
     newest = folder_of(tmp_path, 4) / "adapter_model.safetensors"
     assert adapter(tmp_path) == newest.read_bytes()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -28,7 +28,8 @@ from lorakernels.train.errors import DataError
 
 # A text is tokenized in blocks of about this many characters. Each block ends after a newline if it has one.
 BLOCK = 1 << 20
-AT_ONCE = 64
+AT_ONCE = 64  # examples
+BLOCKS_AT_ONCE = 16
 _PROMPTS = {"system", "developer"}  # roles of messages that ask nothing
 _MARKER = re.compile(r"\{%-?\+?\s*generation\s*[-+]?%\}")
 Ids = np.ndarray[Any, np.dtype[np.uint32]]
@@ -66,33 +67,50 @@ class Tokens:
     tokenizer: Any
     train_on_inputs: bool = False
 
-    def encode(self, examples: Iterable[Example]) -> Iterator[Encoded | RowError]:
+    def encode(
+        self, examples: Iterable[Example], read: Callable[[float], None] | None = None
+    ) -> Iterator[Encoded | RowError]:
         """The tokens of each example, and an error in the place of an example that the template refuses.
+
+        ``read`` is told how much of a text that stands alone, as a file may be one, has become tokens, from 0 to 1.
 
         Raises:
             DataError: the tokenizer lacks what the examples need.
         """
         waiting = iter(examples)
         while batch := list(islice(waiting, AT_ONCE)):
-            yield from self._batch(batch)
+            yield from self._batch(batch, read if len(batch) == 1 else None)
 
-    def _batch(self, batch: Sequence[Example]) -> Iterator[Encoded | RowError]:
+    def _batch(
+        self, batch: Sequence[Example], read: Callable[[float], None] | None
+    ) -> Iterator[Encoded | RowError]:
         if isinstance(batch[0], Text):
-            yield from self._texts([e.text for e in batch if isinstance(e, Text)])
+            yield from self._texts([e.text for e in batch if isinstance(e, Text)], read)
             return
         found = [self._write(example) for example in batch]
         encoded = self._written([each for each in found if isinstance(each, _Written)])
         for each in found:
             yield next(encoded) if isinstance(each, _Written) else each
 
-    def _texts(self, texts: Sequence[str]) -> Iterator[Encoded]:
+    def _texts(
+        self, texts: Sequence[str], read: Callable[[float], None] | None
+    ) -> Iterator[Encoded]:
         blocks = [list(_blocks(text)) for text in texts]
-        flat = [block for document in blocks for block in document]
-        encoded = iter(self.tokenizer(flat, add_special_tokens=False, verbose=False)["input_ids"])
+        encoded = self._ids([block for document in blocks for block in document], read)
         for document in blocks:
             ids = [token for _ in document for token in next(encoded)]
             head, tail = self._ends(ids)
             yield Encoded(np.asarray(head + ids + tail, dtype=np.uint32))
+
+    def _ids(
+        self, blocks: Sequence[str], read: Callable[[float], None] | None
+    ) -> Iterator[Sequence[int]]:
+        """The tokens of each block."""
+        for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+            some = list(blocks[start : start + BLOCKS_AT_ONCE])
+            yield from self.tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+            if read is not None:
+                read((start + len(some)) / len(blocks))
 
     def _ends(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """BOS and EOS, as far as the tokenizer has them and the ids lack them."""

@@ -18,6 +18,7 @@ from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_file
 from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.options import FinetuneOptions
 from lorakernels.train.packing import PackedRows
+from lorakernels.train.progress import Phase
 from lorakernels.train.ranks import Ranks
 
 Say = Callable[[str], None]
@@ -54,9 +55,14 @@ def set_chat_template(tokenizer: Any, path: str | None) -> None:
 
 
 def load_data(
-    options: FinetuneOptions, tokenizer: Any, cache: Path, say: Say, ranks: Ranks
+    options: FinetuneOptions,
+    tokenizer: Any,
+    cache: Path,
+    say: Say,
+    ranks: Ranks,
+    phase: Callable[[str], Phase] = Phase,
 ) -> RunData:
-    """Tokenize the data of a run, or find its tokens in the cache, and pack them. Rank 0 writes.
+    """Tokenize the data of a run, or find its tokens in the cache, and pack them. Rank 0 writes, and shows a phase.
 
     Raises:
         DataError: a file or a row cannot be used, or there is nothing to train on.
@@ -66,7 +72,11 @@ def load_data(
     evaluated, alone = held_entries([Path(name) for name in options.eval_data])
 
     def tokens_of(paths: list[Path]) -> TokenFile:
-        ranks.on_first(lambda: tokenize_files(paths, tokenizer, cache, rules))
+        def write() -> None:
+            with phase("tokenizing") as shown:
+                tokenize_files(paths, tokenizer, cache, rules, shown)
+
+        ranks.on_first(write)
         return tokenize_files(paths, tokenizer, cache, rules)
 
     tokens = tokens_of([Path(name) for name in options.data])

@@ -11,12 +11,12 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lorakernels.train.data.unpack import COMPRESSED, opened
+from lorakernels.train.data.unpack import COMPRESSED, Opened, opened
 from lorakernels.train.errors import DataError, require
 from lorakernels.train.unique_names import NameTwice, load_json, load_json_at, twice
 
@@ -49,10 +49,15 @@ class RowError(DataError):
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a data file. ``where`` names file and line; ``value`` is what the row holds."""
+    """One row of a data file.
+
+    ``where`` names file and line; ``value`` is what the row holds. ``read`` is the share of the file up to its end, 0
+    of a file that is one document.
+    """
 
     where: str
     value: Any
+    read: float = 0.0
 
 
 Rows = Iterator[Row | RowError]
@@ -230,8 +235,8 @@ def decode(raw: bytes, where: str, offset: int = 0) -> str:
 
 
 def _text(path: Path) -> Rows:
-    with opened(path) as file:
-        raw = file.read()
+    with opened(path) as opening:
+        raw = opening.file.read()
     if (place := raw.find(b"\0")) >= 0:
         raise DataError(f"data file {path} is no text: byte {place} is 0")
     try:
@@ -242,12 +247,13 @@ def _text(path: Path) -> Rows:
 
 def _lines(path: Path) -> Rows:
     offset = 0
-    with opened(path) as file:
-        for number, raw in enumerate(file, start=1):
+    with opened(path) as opening:
+        for number, raw in enumerate(opening.file, start=1):
+            where = f"{path} line {number}"
             try:
-                line = decode(raw, f"{path} line {number}", offset)
+                line = decode(raw, where, offset)
                 if line.strip():
-                    yield Row(f"{path} line {number}", _parse(line, f"{path} line {number}"))
+                    yield Row(where, _parse(line, where), opening.share())
             except RowError as error:
                 yield error
             offset += len(raw)
@@ -268,8 +274,8 @@ def _parse(line: str, where: str) -> Any:
 def _json(path: Path) -> Rows:
     """The elements of JSON lists, one list behind another. A file that does not begin with a list is read as .jsonl."""
     try:
-        with opened(path) as file:
-            text = decode(file.read(), str(path))
+        with opened(path) as opening:
+            text = decode(opening.file.read(), str(path))
     except RowError as error:
         yield error
         return
@@ -315,7 +321,10 @@ def _elements(file: _Text, start: int) -> Generator[Row | RowError, None, int]:
         except (ValueError, RecursionError) as error:
             yield _broken(where, f"not a whole JSON value ({error})")
             return len(text)
-        yield RowError(f"{where}: {value}") if isinstance(value, NameTwice) else Row(where, value)
+        if isinstance(value, NameTwice):
+            yield RowError(f"{where}: {value}")
+        else:
+            yield Row(where, value, stop / len(text))
         start = _skip(text, stop)
         if text[start : start + 1] == ",":
             start = _skip(text, start + 1)
@@ -344,15 +353,16 @@ def _table(delimiter: str) -> Callable[[Path], Rows]:
     def read(path: Path) -> Rows:
         before = csv.field_size_limit(2**31 - 1)
         try:
-            with opened(path) as file:
-                yield from _cells(path, io.TextIOWrapper(file, "utf-8-sig", newline=""), delimiter)
+            with opened(path) as opening:
+                yield from _cells(path, opening, delimiter)
         finally:
             csv.field_size_limit(before)
 
     return read
 
 
-def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
+def _cells(path: Path, opening: Opened, delimiter: str) -> Rows:
+    file = io.TextIOWrapper(opening.file, "utf-8-sig", newline="")
     reader = csv.reader(file, delimiter=delimiter, strict=True)
     header: list[str] = []
     while True:
@@ -374,7 +384,7 @@ def _cells(path: Path, file: IO[str], delimiter: str) -> Rows:
             header = cells
             _check_header(where, header)
         elif len(cells) == len(header):
-            yield Row(where, dict(zip(header, cells, strict=True)))
+            yield Row(where, dict(zip(header, cells, strict=True)), opening.share())
         elif cells:
             yield RowError(f"{where}: {len(cells)} cells, the header has {len(header)} names")
 
@@ -393,7 +403,8 @@ def _parquet(path: Path) -> Rows:
         file = parquet.ParquetFile(path)
         _check_header(str(path), file.schema_arrow.names)
         batches = file.iter_batches(batch_size=1024)
-        yield from _records(path, (row for batch in batches for row in batch.to_pylist()))
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from _records(path, rows, file.metadata.num_rows)
     except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
 
@@ -404,7 +415,7 @@ def _arrow(path: Path) -> Rows:
         rows = datasets.Dataset.from_file(str(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a file of the datasets library: {error}") from error
-    yield from _records(path, rows)
+    yield from _records(path, rows, len(rows))
 
 
 def _on_disk(path: Path) -> Rows:
@@ -413,13 +424,13 @@ def _on_disk(path: Path) -> Rows:
         rows = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is not a folder of the datasets library: {error}") from error
-    yield from _records(path, rows)
+    yield from _records(path, rows, len(rows))
 
 
-def _records(path: Path, records: Iterator[Any]) -> Rows:
+def _records(path: Path, records: Iterable[Any], total: int) -> Rows:
     """Tables fill up what a row lacks with nulls: those are taken out."""
     for number, record in enumerate(records, start=1):
-        yield Row(f"{path} row {number}", _without_nulls(record))
+        yield Row(f"{path} row {number}", _without_nulls(record), number / total)
 
 
 def _without_nulls(value: Any) -> Any:

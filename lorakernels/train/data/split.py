@@ -30,7 +30,7 @@ def hold_out(
     """
     spans = file.spans if spans is None else spans
     if fraction == 0:
-        return spans, spans[:0], "nothing held out"
+        return spans, spans[:0], "no document held out for validation"
     lengths = spans[:, 1] - spans[:, 0]
     target = fraction * int(lengths.sum())
     groups = _groups(file, spans, seed)

@@ -39,11 +39,20 @@ from lorakernels.train.data.formats import (
     find_format,
     unread,
 )
-from lorakernels.train.data.sources import RowError, Source, find_sources, kind_of, read_rows
+from lorakernels.train.data.sources import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    find_sources,
+    kind_of,
+    read_rows,
+)
 from lorakernels.train.data.template_check import TemplateCheck
 from lorakernels.train.errors import DataError
 from lorakernels.train.files import replace_dir, write_bytes
 from lorakernels.train.manifest import entry_of
+from lorakernels.train.progress import Observer, nobody
 
 # Of these files, and of how the files of this folder make tokens of rows, or refuse them. Without a chat template
 # version 2 left out the "system", "tools" and "history" of instructions. Version 3 took the last of several
@@ -196,8 +205,11 @@ def tokenize_files(
     tokenizer: Any,
     cache: Path,
     rules: Rules = Rules(),
+    progress: Observer = nobody,
 ) -> TokenFile:
     """The tokens of the data, read from the cache if the same inputs were tokenized before.
+
+    ``progress`` is told (bytes of the files that became tokens, those of all files).
 
     Raises:
         DataError: a file or a row cannot be used; the message names file, line and field.
@@ -207,12 +219,8 @@ def tokenize_files(
     with _one_writer(cache):
         if not (target / "meta.json").is_file():
             with replace_dir(target) as temporary:
-                _write(
-                    sources,
-                    Tokens(tokenizer, rules.train_on_inputs),
-                    temporary,
-                    rules.skip_bad_rows,
-                )
+                tokens = Tokens(tokenizer, rules.train_on_inputs)
+                _write(_Reading(sources, progress), tokens, temporary, rules.skip_bad_rows)
     file = open_tokens(target, notes)
     for counts, source in zip(file.files, sources, strict=True):
         # equal files may have had other names when they were tokenized
@@ -229,14 +237,41 @@ def _one_writer(cache: Path) -> Iterator[None]:
         yield
 
 
-def _write(sources: Sequence[Source], tokens: Tokens, directory: Path, skip: bool) -> None:
+class _Reading:
+    """The data files in their order. It tells an observer how much of them was read."""
+
+    def __init__(self, sources: Sequence[Source], progress: Observer) -> None:
+        self.sources, self.progress = sources, progress
+        self._sizes = [sum(p.stat().st_size for p in _parts(s.path)) for s in sources]
+        self._total, self._before, self._size = sum(self._sizes), 0, 0
+
+    def __iter__(self) -> Iterator[Source]:
+        for source, size in zip(self.sources, self._sizes, strict=True):
+            self._size = size
+            yield source
+            self.share(1.0)
+            self._before += size
+
+    def share(self, share: float) -> None:
+        """So much of the file was read, from 0 to 1."""
+        self.progress(self._before + int(share * self._size), self._total)
+
+    def rows(self, path: Path) -> Rows:
+        for row in read_rows(path):
+            yield row
+            if isinstance(row, Row):
+                self.share(row.read)
+
+
+def _write(reading: _Reading, tokens: Tokens, directory: Path, skip: bool) -> None:
     files, check = [], TemplateCheck(tokens.tokenizer)
     with _Writer(directory) as writer:
-        for source in sources:
+        for source in reading:
             counts = FileCounts(str(source.path), source.entry)
             files.append(counts)
-            examples = _examples(source.path, check, counts, skip)
-            for document in _documents(source.path, tokens.encode(examples), counts, skip):
+            examples = _examples(reading.rows(source.path), check, counts, skip)
+            encoded = tokens.encode(examples, reading.share)
+            for document in _documents(source.path, encoded, counts, skip):
                 writer.add(document)
     writer.finish(files)
 
@@ -270,11 +305,11 @@ def _nothing(path: Path, counts: FileCounts) -> DataError:
 
 
 def _examples(
-    path: Path, check: TemplateCheck, counts: FileCounts, skip: bool
+    rows: Rows, check: TemplateCheck, counts: FileCounts, skip: bool
 ) -> Iterator[Example]:
     known: Format | None = None
     template = has_template(check.tokenizer)
-    for row in read_rows(path):
+    for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row

@@ -8,7 +8,8 @@ import gzip
 import io
 import lzma
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,32 +19,52 @@ COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _CHUNK = 1 << 16
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A data file. `file` has its bytes, unpacked; `packed` is the file itself, of `size` bytes."""
+
+    file: IO[bytes]
+    packed: IO[bytes]
+    size: int
+
+    def share(self) -> float:
+        """How much of it was read, from 0 to 1."""
+        return self.packed.tell() / self.size
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, to its end.
+def opened(path: Path) -> Iterator[Opened]:
+    """A file, whose bytes are read to its end.
 
     Raises:
         DataError: the file cannot be read, is cut short, or has something else behind what is compressed.
     """
     try:
-        with _unpacked(path) as file:
-            yield file
+        with ExitStack() as held:
+            packed = held.enter_context(_packed(path))
+            file = held.enter_context(_unpacked(packed, path.suffix.lower()))
+            yield Opened(file, packed, path.stat().st_size)
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
         raise DataError(f"{path} cannot be unpacked: {error}") from error
     except OSError as error:
         raise DataError(f"data file {path} cannot be read: {error.strerror or error}") from error
 
 
-def _unpacked(path: Path) -> Any:
-    suffix = path.suffix.lower()
+def _packed(path: Path) -> Any:
+    return (
+        require("pyarrow").OSFile(str(path)) if path.suffix.lower() == ".zst" else path.open("rb")
+    )
+
+
+def _unpacked(packed: Any, suffix: str) -> Any:
     if suffix == ".zst":
-        return io.BufferedReader(require("pyarrow").input_stream(str(path), compression="zstd"))
+        return io.BufferedReader(require("pyarrow").CompressedInputStream(packed, "zstd"))
     if suffix == ".gz":
-        return gzip.open(path, "rb")
+        return gzip.open(packed, "rb")
     if suffix in (".bz2", ".xz"):
         make = bz2.BZ2Decompressor if suffix == ".bz2" else lzma.LZMADecompressor
-        return io.BufferedReader(_Streams(path.open("rb"), make))
-    return path.open("rb")
+        return io.BufferedReader(_Streams(packed, make))
+    return packed
 
 
 class _Streams(io.RawIOBase):
