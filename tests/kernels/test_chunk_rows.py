@@ -135,6 +135,7 @@ def compare(found: list[Any]) -> None:
         assert off <= 1.0, (case, off)
 
 
+@pytest.mark.slow
 def test_the_interpreter_places_and_adds(tmp_path: Path) -> None:
     compare(interpret(__file__, tmp_path / "found"))
 

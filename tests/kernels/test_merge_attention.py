@@ -61,6 +61,7 @@ def compare(found: list[tuple[float, float]]) -> None:
         assert of_sum <= 2.0**-23, (case, of_sum)
 
 
+@pytest.mark.slow
 def test_the_interpreter_rounds_once(tmp_path: Path) -> None:
     compare(interpret(__file__, tmp_path / "found"))
 

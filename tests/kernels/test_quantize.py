@@ -87,6 +87,7 @@ def assert_like_reference(
     assert torch.equal(found, torch.cat((expected, torch.tensor([3.0], device=device))))
 
 
+@pytest.mark.slow
 def test_interpreted(tmp_path):
     assert_like_reference(*interpret(__file__, tmp_path / "bytes.pt"))
 

@@ -61,6 +61,7 @@ def compare(results: dict[str, list[Tensor]], dtype: torch.dtype) -> None:
             assert torch.equal(a.nan_to_num(), b.nan_to_num()), (case, name)
 
 
+@pytest.mark.slow
 def test_the_interpreter_agrees_with_the_reference(tmp_path: Any) -> None:
     compare(interpret(__file__, tmp_path / "found"), torch.float16)
 

@@ -89,6 +89,7 @@ def compare(results: dict[str, list[Tensor]], dtype: torch.dtype) -> None:
             assert (off <= allowed + least).all(), (name, number)
 
 
+@pytest.mark.slow
 def test_the_interpreter_computes_float64_s_products(tmp_path: Any) -> None:
     compare(interpret(__file__, tmp_path / "found"), FP16)
 

@@ -36,6 +36,7 @@ def errors(device: str, dtype: torch.dtype) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_interpreter_rounds_once(tmp_path: Path) -> None:
     assert max(interpret(__file__, tmp_path / "found")) <= 1.01
 

@@ -380,6 +380,7 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return interpret(__file__, tmp_path_factory.mktemp("interpreted") / "calls.pt")
 
 
+@pytest.mark.slow
 @each(INTERPRETED)
 def test_interpreted_within_its_bound(name: str, case: str, interpreted: Any) -> None:
     assert_bound(CONTRACTS[name], Call(*interpreted[f"{name}: {case}"]))

@@ -119,6 +119,7 @@ def interpreted(tmp_path_factory):
     return interpret(__file__, tmp_path_factory.mktemp("interpreted") / "y.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_interpreted_kernel_computes_the_reference(interpreted, case, more):

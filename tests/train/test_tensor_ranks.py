@@ -32,6 +32,8 @@ from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_ranks_that_end import end_of
 from tests.train.test_resume import adapter
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., int]
 FORMS = {
     "plain": ["--no-fp8"],
