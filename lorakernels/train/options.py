@@ -36,8 +36,7 @@ class FinetuneOptions(RunningOptions):
     demo: bool = option(
         False,
         "input and output",
-        "train a small byte-level base on this Python's own sources first, then adapt it to the help texts of pydoc",
-        brief="train and adapt a small model, without any file",
+        "adapt the small byte-level model that comes with the package to the help texts of pydoc",
     )
     data: list[str] = field(
         default_factory=list,
@@ -67,7 +66,6 @@ class FinetuneOptions(RunningOptions):
         "input and output",
         "also write the merged model to merged/ in the output directory, as lorakernels export does",
         choices=FORMATS,
-        brief="also write the merged model",
     )
     resume: bool = option(
         False,
@@ -166,8 +164,8 @@ class FinetuneOptions(RunningOptions):
         "attention does not cross documents packed into one row; without it a row is causal as a whole",
     )
     batch_size: int = option(4, "optimisation", "packed sequences per microbatch", brief="")
-    grad_accum: int = option(1, "optimisation", "microbatches per optimizer step", brief="")
-    steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs", brief="")
+    grad_accum: int = option(1, "optimisation", "microbatches per optimizer step")
+    steps: int | None = option(None, "optimisation", "optimizer steps; instead of epochs")
     epochs: float = option(
         1.0,
         "optimisation",
@@ -206,7 +204,6 @@ class FinetuneOptions(RunningOptions):
         0.05,
         "evaluation",
         "share of the tokens held out, whole documents where possible",
-        brief="share of the data held out",
     )
     eval_every: int = option(
         100, "evaluation", "steps between evaluations; 0 evaluates only at start and end"

@@ -224,10 +224,11 @@ def test_editable_serves_the_tree_and_its_graphs(tree: Tree, wheel: tuple[Path, 
     ("changes", "rebuilt"),
     [
         ([], set()),
-        (["csrc/graphs/no_cuda.cpp"], {"graphs/no_cuda.cpp.o"}),
-        (["csrc/host/cuda_runtime_info.h"], {"host/no_cuda.cpp.o", "host/build_info.cpp.o"}),
+        (["csrc/graphs/no_cuda.cpp"], {"rest.cpp.o"}),
+        (["csrc/ops/amax/bind.cpp"], {"ops.cpp.o"}),
+        (["csrc/host/cuda_runtime_info.h"], {"rest.cpp.o"}),
     ],
-    ids=["nothing", "a-source", "a-header"],
+    ids=["nothing", "a-source", "an-op", "a-header"],
 )
 def test_incremental(tree: Tree, wheel: object, changes: list[str], rebuilt: set[str]) -> None:
     tree.build(LORAKERNELS_CUDA="0")
@@ -245,7 +246,7 @@ def test_a_header_that_moved_does_not_break_a_build_folder_that_knows_it(
     old = source.read_text()
     source.write_text(old.replace("host/build_info.h", "host/moved.h"))
     header = (folder / "build_info.h").rename(folder / "moved.h")
-    assert tree.build(LORAKERNELS_CUDA="0") == {"host/build_info.cpp.o"}
+    assert tree.build(LORAKERNELS_CUDA="0") == {"rest.cpp.o"}
     header.rename(folder / "build_info.h")
     source.write_text(old)
 
@@ -299,10 +300,9 @@ def test_cuda_for_other_architectures(tree: Tree, wheel: object) -> None:
     assert others == ["80", "89", "100", "120"], "as docs/support.md says"
     archs = ";".join(others)
     written = tree.build(LORAKERNELS_CUDA_ARCHS=archs, **with_nvcc)
-    # the other C++ objects are the ones of the build without CUDA
     csrc = tree.path / "csrc"
     sources = {f"{path.relative_to(csrc)}.o" for path in csrc.rglob("*.cu")}
-    assert written == sources | {"host/build_info.cpp.o"}
+    assert written == sources | {"ops.cpp.o", "rest.cpp.o"}  # without no_cuda.cpp
     assert tree.build(LORAKERNELS_CUDA_ARCHS=archs, **with_nvcc) == set()
     # The tree is no installed package, and refuses to be imported as one: the extension alone
     code = "import sys; sys.path.insert(0, 'lorakernels'); import _C; print(_C.build_info())"
