@@ -11,7 +11,7 @@ BENCH ?= all
 
 # FULL=1 for the long form of check-gpu, which takes nine minutes; ARGS="--record" to write its ratios down. Its Python,
 # and that of sanitize, is .venv's where that is there, else any with torch: a GPU machine without a network has its own.
-CHECKED_BY := $(or $(PYTHON),$(wildcard $(BIN)/python),python3)
+CHECKED_BY = $(or $(PYTHON),$(shell ls $(BIN)/python 2>/dev/null),python3)
 
 .PHONY: demo check test test-rest test-all test-sums test-gpu bench check-gpu sanitize docs wheels lint format clean
 .DEFAULT_GOAL := test
@@ -24,10 +24,12 @@ demo: $(TRAIN)
 
 # Does it work here? What was built, and one test file of each part that a run needs; a minute at most.
 CHECKS := tests/test_import.py tests/test_config.py tests/ops/test_ops.py tests/csrc/test_philox.py tests/autograd/test_linear.py \
-	tests/modules/test_lora_linear.py tests/fusion/test_fuse_inputs.py tests/train/test_loop.py
-check: $(TRAIN)
+	tests/modules/test_lora_linear_module.py tests/fusion/test_fuse_inputs.py tests/train/test_loop.py
+.venv/.pytest: $(TRAIN)
 	@$(BIN)/python -c "import hypothesis, pytest, xdist" 2>/dev/null || \
 		$(BIN)/python -m pip install -q -c constraints.txt hypothesis pytest pytest-xdist
+	@touch $@
+check: .venv/.pytest
 	@$(BIN)/lorakernels doctor
 	$(TEST) -m "not slow" $(CHECKS)
 
