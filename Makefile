@@ -47,7 +47,7 @@ SUMS := tests/train/test_ranks.py tests/train/test_pipeline_ranks.py tests/modul
 OLDEST := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 OMP_NUM_THREADS=2
 OF_SIZES := OTHER_SUMS=1 ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 OMP_NUM_THREADS=1
 
-# What protects a change, in five minutes on two cores. The rest is marked `slow`; tests/conftest.py says by what rule.
+# What protects a change, in five minutes on two cores. The rest is marked `slow`; CONTRIBUTING.md says what that is.
 test: $(BUILT)
 	$(TEST) -m "not slow" --seconds-file=build/seconds-test.csv $(ARGS)
 
