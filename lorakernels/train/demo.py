@@ -41,7 +41,7 @@ BASE = Path(__file__).parent / "demo_base"
 OWN = ("base", "data", "tokens", "checkpoints", "adapter")
 MARK = "demo.json"
 PROMPT = "If "  # where Python and English differ
-SAMPLE = 240  # bytes that are written after the prompt
+SAMPLE = 300  # bytes that are written after the prompt
 
 
 def run_demo(options: FinetuneOptions) -> None:
@@ -118,7 +118,8 @@ def _continue(result: Result) -> str:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=SAMPLE,
             do_sample=True,
-            temperature=0.5,
+            temperature=0.6,
+            no_repeat_ngram_size=12,  # bytes: a model this small repeats itself
         )
     model.train(was_training)
     text = bytes(token for token in ids[0].tolist() if token < 256)
