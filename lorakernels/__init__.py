@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # what _HOMES says at run time
         ContextParallel,
         Microbatch,
         PipelineParallel,
-        ShardPlan,
         TensorParallel,
         VocabularyHead,
         context_parallel,
@@ -53,8 +52,9 @@ if TYPE_CHECKING:  # what _HOMES says at run time
         pipeline_parallel,
         shard_base,
     )
-    from lorakernels.parallel.offload import Offload
-    from lorakernels.plan_axes import PlanAxes
+    from lorakernels.parallel.base.offload import Offload
+    from lorakernels.planner.axes import PlanAxes
+    from lorakernels.planner.plan import ShardPlan
     from lorakernels.state.fp8 import FP8State
     from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
     from lorakernels.values import LogitChange
@@ -77,10 +77,11 @@ _HOMES = {  # {module: the public names that are imported from it}
     "batch_adapters disable_lora group_projections merge_lora training_state_dict unmerge_lora",
     "modules.angles": "angles_by_document",
     "modules.logits": "change_of_logits",
-    "parallel": "ContextParallel Microbatch PipelineParallel ShardPlan TensorParallel VocabularyHead "
-    "context_parallel parallelize pipeline_parallel shard_base",
-    "parallel.offload": "Offload",
-    "plan_axes": "PlanAxes",
+    "parallel": "ContextParallel Microbatch PipelineParallel TensorParallel VocabularyHead context_parallel "
+    "parallelize pipeline_parallel shard_base",
+    "parallel.base.offload": "Offload",
+    "planner.axes": "PlanAxes",
+    "planner.plan": "ShardPlan",
     "state.fp8": "FP8State",
     "state.philox": "PhiloxState PhiloxStates model_parallel_states",
     "values": "LogitChange",

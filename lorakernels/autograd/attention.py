@@ -13,8 +13,9 @@ Sequences packed into rows may be given by `starts`, int32 [N + 1]: the running 
 takes them as variable lengths and computes nothing between sequences. Two equal neighbours are a sequence without
 tokens, so that N may be fixed. Backends without variable lengths get a mask.
 
-Under context parallelism (parallel/context.py) a rank has some of the queries and all keys. `Segments` say which keys
-belong to which queries. The last query of a segment attends to all its keys, and each query before it to one key less.
+Under context parallelism (parallel/context/share.py) a rank has some of the queries and all keys. `Segments` say which
+keys belong to which queries. The last query of a segment attends to all its keys, and each query before it to one key
+less.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Backward runs each kernel's own with out and l of all, where P = exp(scale q k�
     dS = P ⊙ (dout vᵀ − rowsum(dout ⊙ out))
 
 It is what ring attention does (Liu et al. 2023, arXiv 2310.01889), over keys that are all here. dq of all is added in
-q's dtype. dk and dv are left apart, as the kernels gave them: context_attention.py of parallel adds them over ranks.
+q's dtype. dk and dv are left apart, as the kernels gave them: parallel/context/attention.py adds them over ranks.
 """
 
 from __future__ import annotations

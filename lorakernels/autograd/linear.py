@@ -8,7 +8,7 @@
                dA = lora_grad_a(ds, x8)                            │  dx = fp8_grad_input(dy8, W8, ds, A)      │
 
 The bars are the places for communication between ranks, before and after each GEMM. The nodes of layers that are split
-over ranks communicate there (parallel/tensor_nodes.py). Of the nodes with a linear layer, `project` alone multiplies by
+over ranks communicate there (parallel/tensor/node.py). Of the nodes with a linear layer, `project` alone multiplies by
 W in forward, and `grad_x` in backward; linear_rows.py has them for some rows. Their arguments are what is sent before
 the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled_plan.py.
 

@@ -57,8 +57,9 @@ from lorakernels.modules.report import LoRAReport
 from lorakernels.modules.targets import match_saved
 from lorakernels.modules.trained_parts import saved_modules
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.parallel import ContextParallel, PipelineParallel, comm
-from lorakernels.parallel.tensor_whole import Place, check_alike, group_of, places
+from lorakernels.parallel import ContextParallel, PipelineParallel
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.tensor.whole import Place, check_alike, group_of, places
 from lorakernels.peft_config import TASK_TYPES
 
 

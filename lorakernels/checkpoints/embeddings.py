@@ -23,8 +23,8 @@ from lorakernels.config import clean_path
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.initial import initial_of
 from lorakernels.modules.lora import LoRALinear
-from lorakernels.parallel.tensor_layers import Part
-from lorakernels.parallel.tensor_whole import Place
+from lorakernels.parallel.tensor.layers import Part
+from lorakernels.parallel.tensor.whole import Place
 
 _NAMES = ("weight", "bias")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -46,10 +46,11 @@ from lorakernels.modules.experts import LoRAExperts, restack
 from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.pretrained import guard_saving
 from lorakernels.modules.spec import FrozenSpec
-from lorakernels.parallel import Offload, ShardedBase, comm
-from lorakernels.parallel.offload import as_offload
-from lorakernels.parallel.sharded_base import check_mesh
-from lorakernels.parallel.stores import Place
+from lorakernels.parallel import Offload, ShardedBase
+from lorakernels.parallel.base.offload import as_offload
+from lorakernels.parallel.base.shard import check_mesh
+from lorakernels.parallel.base.stores import Place
+from lorakernels.parallel.ranks import comm
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight

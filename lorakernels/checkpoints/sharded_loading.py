@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lorakernels.parallel import Offload, ShardedBase, comm
-from lorakernels.parallel.blocks import Shape
-from lorakernels.parallel.layers import decoder_layers
-from lorakernels.parallel.offload import as_offload
-from lorakernels.parallel.sharded_base import (
+from lorakernels.parallel import Offload, ShardedBase
+from lorakernels.parallel.base.layers import decoder_layers
+from lorakernels.parallel.base.offload import as_offload
+from lorakernels.parallel.base.shard import (
     agreed_embeddings,
     agreed_layout,
     asked_fraction,
@@ -25,8 +24,10 @@ from lorakernels.parallel.sharded_base import (
     choose_transport,
     finish,
 )
-from lorakernels.parallel.sharded_vocabulary import ShardedVocabulary
-from lorakernels.parallel.stores import Layout, Place, allocate, discard, lay_out_base, write
+from lorakernels.parallel.base.stores import Layout, Place, allocate, discard, lay_out_base, write
+from lorakernels.parallel.base.vocabulary import ShardedVocabulary
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.blocks import Shape
 
 SLOTS, PREFETCH = 2, 1
 

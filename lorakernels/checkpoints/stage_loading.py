@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lorakernels.checkpoints.stand_ins import StandIns
-from lorakernels.parallel.pipeline_check import check, check_ranks, places_of
-from lorakernels.parallel.pipeline_cut import Cut, stages_of
-from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.pipeline.check import check, check_ranks, places_of
+from lorakernels.parallel.pipeline.cut import Cut, stages_of
+from lorakernels.parallel.ranks.group import Ranks
 
 
 class Stages(NamedTuple):

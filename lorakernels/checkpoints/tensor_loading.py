@@ -23,12 +23,12 @@ from lorakernels.checkpoints.stand_ins import StandIns
 from lorakernels.config import BlockScaling, Recipe
 from lorakernels.modules.convert import dequantize, held_weight
 from lorakernels.modules.frozen import quantize_weight
-from lorakernels.parallel import comm
-from lorakernels.parallel.sharded_base import check_mesh
-from lorakernels.parallel.tensor_check import check_sizes, check_vocabulary, found_by, found_in
-from lorakernels.parallel.tensor_layers import KINDS, why_not_blocks
-from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.parallel.tensor_split import LoadedParts, split_linear, split_vocabulary
+from lorakernels.parallel.base.shard import check_mesh
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor.check import check_sizes, check_vocabulary, found_by, found_in
+from lorakernels.parallel.tensor.layers import KINDS, why_not_blocks
+from lorakernels.parallel.tensor.split import LoadedParts, split_linear, split_vocabulary
 from lorakernels.values import Weight
 
 Part = tuple[slice, slice]

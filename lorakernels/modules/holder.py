@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 _HOLDER = "weight_holder"  # plain attribute of the linear
 _LOADED = "loaded_part"  # likewise
-# likewise, of each module with parameters whose model's rows are over ranks (lorakernels.parallel.context)
+# likewise, of each module with parameters whose model's rows are over ranks (lorakernels.parallel.context.share)
 ROWS_OVER_RANKS = "rows_over_ranks"
 
 
@@ -61,7 +61,7 @@ def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def is_split(linear: Any) -> bool:
-    """Whether `linear` is one rank's part of a layer (lorakernels.parallel.tensor_layers)."""
+    """Whether `linear` is one rank's part of a layer (lorakernels.parallel.tensor.layers)."""
     return "ranks" in linear.__dict__
 
 

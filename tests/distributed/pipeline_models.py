@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
 from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import ContextParallel, PipelineParallel, comm, pipeline_parallel
-from lorakernels.parallel.head import sum_of_losses
+from lorakernels.parallel import ContextParallel, PipelineParallel, pipeline_parallel
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.tensor.head import sum_of_losses
 from lorakernels.train.loss import changed
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import gradients_at

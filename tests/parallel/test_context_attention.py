@@ -23,8 +23,8 @@ from lorakernels.autograd.attention import (
 from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
-from lorakernels.parallel import context_attention
-from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.context import attention as context_attention
+from lorakernels.parallel.context.attention import Chunks, ContextAttention
 
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))  # ranks, B, C
 

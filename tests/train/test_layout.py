@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lorakernels import BlockScaling, LoRAConfig, ShardPlan
-from lorakernels.parallel.offload import divide
+from lorakernels.parallel.base.offload import divide
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layout import Gpus, planned
 from lorakernels.train.model import ALLOCATOR
@@ -29,7 +29,7 @@ HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 3200
 @pytest.fixture(autouse=True)
 def a_host_that_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned would depend on where the tests run."""
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: None)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: None)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_base_in_blocks_is_planned(options: FinetuneOptions) -> None:
 
 
 def test_the_host_takes_what_the_gpu_has_no_room_for(options, monkeypatch) -> None:
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 60_000_000_000)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: 60_000_000_000)
     said: list[str] = []
     found = planned(options, LORA, Gpus("H200", 16_000_000_000, 1), said.append)
     assert 0 < found.offload < 1 and not found.shard_base

@@ -149,7 +149,7 @@ def drive(rank: int, size: int, places: list[dict[str, str]], runs: list[list[st
     gradients in files of their own."""
     from lorakernels.cli.finetune import add_arguments, run
     from lorakernels.modules.holder import is_held
-    from lorakernels.parallel import comm
+    from lorakernels.parallel.ranks import comm
     from lorakernels.train import job, loop
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}

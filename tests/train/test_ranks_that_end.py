@@ -34,7 +34,7 @@ LIMIT = 60  # seconds from the end of one rank to the end of all others
 def drive(rank: int, where: dict[str, str], end: str, arguments: list[list[str]]) -> None:
     """One run on rank `rank` of several. The middle one ends or stands still after its second step, as `end` says."""
     from lorakernels.cli.finetune import add_arguments, run
-    from lorakernels.parallel import comm
+    from lorakernels.parallel.ranks import comm
     from lorakernels.train import ranks
     from lorakernels.train.loop import StepResult, Trainer
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import VocabularyHead, load_quantized, parallelize
 from lorakernels.checkpoints.shards import Directory
-from lorakernels.parallel import comm
+from lorakernels.parallel.ranks import comm
 from lorakernels.train import job
 from lorakernels.train.adapted import Meshes, add_adapters, load_adapted, lora_config
 from lorakernels.train.context import share_rows
