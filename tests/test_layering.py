@@ -22,7 +22,7 @@ LAYERS = (
     ("numerics",),
     ("kernels",),
     ("ops",),
-    ("state", "plans"),
+    ("state", "recorded"),
     ("autograd",),
     ("modules",),
     ("fusion",),

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lorakernels.plans.forms import forms_of, sees_dispatch_keys
-from lorakernels.plans.function import FunctionPlan
-from lorakernels.plans.plan import pick
-from lorakernels.plans.routing import put_ahead
+from lorakernels.recorded.forms import forms_of, sees_dispatch_keys
+from lorakernels.recorded.function import FunctionPlan
+from lorakernels.recorded.plan import pick
+from lorakernels.recorded.routing import put_ahead
 from lorakernels.state.handles import Numbers, known_numbers
 
 MOST_READY = 8  # that a layer remembers of each op

@@ -15,10 +15,10 @@ from lorakernels.autograd.linear_node import Needs, gradients
 from lorakernels.autograd.linear_plan import Kind, Known, known_of
 from lorakernels.autograd.linear_values import Adapter, Call
 from lorakernels.ops.register import Op
-from lorakernels.plans.function import FunctionPlan
-from lorakernels.plans.node import Operands, Plans
-from lorakernels.plans.routing import are_allowed
-from lorakernels.plans.stand_in import NotPlanned, Recording
+from lorakernels.recorded.function import FunctionPlan
+from lorakernels.recorded.node import Operands, Plans
+from lorakernels.recorded.routing import are_allowed
+from lorakernels.recorded.stand_in import NotPlanned, Recording
 from lorakernels.values import Scaled, Up, Weight
 
 Run = Callable[..., Any]

@@ -59,7 +59,7 @@ from lorakernels.autograd.linear import (
 )
 from lorakernels.autograd.linear_projections import Projections
 from lorakernels.numerics.gate_up import packed
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled
 
 

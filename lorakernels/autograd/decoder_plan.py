@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a decoder layer by plans (plans/node.py), or by the ops where a plan does not take the call."""
+"""The nodes of a decoder layer by plans (recorded/node.py), or by the ops where a plan does not take the call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lorakernels.autograd.decoder_layer import (
     QKVCall,
 )
 from lorakernels.autograd.linear_projections import PlannedProjections, Projections
-from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
-from lorakernels.plans.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
-from lorakernels.plans.stand_in import Recording, Site, column_offset
+from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
+from lorakernels.recorded.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
+from lorakernels.recorded.stand_in import Recording, Site, column_offset
 from lorakernels.values import Dropout
 
 PLANS: Plans[NodePlan] = Plans(1024)

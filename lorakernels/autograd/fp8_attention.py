@@ -21,7 +21,7 @@ from lorakernels.kernels.cudnn import form as described
 from lorakernels.kernels.triton import quantize_heads as on_gpu
 from lorakernels.numerics import fp8_attention as plain
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled
 
 WIDTH = 128  # D. With 64 its forward takes 0.075 ms, that of bf16 0.040 (1×1024 tokens, 32 / 8 heads, one H200)

@@ -16,7 +16,7 @@ from torch import Tensor
 from lorakernels.device import capability_of
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 
 HALVES = (torch.bfloat16, torch.float16)
 WIDTHS = (64, 128)  # D that were measured

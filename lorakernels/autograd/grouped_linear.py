@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.numerics.groups import Routing
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Groups, Scaled, Scaling, Up, Weight
 
 

@@ -41,7 +41,7 @@ from lorakernels.numerics.autocast import autocast_dtype, without_autocast
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.cross_entropy import GRAD_SCALE_INV
 from lorakernels.ops.hardware import FLOATS
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import LogitChange, Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2

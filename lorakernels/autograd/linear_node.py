@@ -18,7 +18,7 @@ from lorakernels.autograd.linear import Run, through_dispatcher
 from lorakernels.autograd.linear_projections import Adapters, Needs, Projections
 from lorakernels.autograd.linear_values import Adapter, Call
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled, Weight
 
 

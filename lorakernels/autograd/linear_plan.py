@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`lora_linear` by plans (plans/node.py): its ops are asked once a shape, and each way is one call of csrc."""
+"""`lora_linear` by plans (recorded/node.py): its ops are asked once a shape, and each way is one call of csrc."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lorakernels.autograd.linear_node import LinearNode
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
-from lorakernels.plans.forms import forms_of
-from lorakernels.plans.node import NodePlan, Operands, Plans, run_node
-from lorakernels.plans.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
-from lorakernels.plans.stand_in import NotPlanned, Recording, Site, column_offset
+from lorakernels.recorded.forms import forms_of
+from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
+from lorakernels.recorded.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
+from lorakernels.recorded.stand_in import NotPlanned, Recording, Site, column_offset
 from lorakernels.values import Weight
 
 P = TypeVar("P")

@@ -26,8 +26,8 @@ from lorakernels.autograd.compiled_plan import (
 from lorakernels.autograd.linear import through_dispatcher
 from lorakernels.autograd.linear_projections import Needs
 from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
-from lorakernels.plans.once import once_differentiable
-from lorakernels.plans.routing import NOT_PLAIN, WATCHED, is_plain
+from lorakernels.recorded.once import once_differentiable
+from lorakernels.recorded.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight
 
 LEAST = 2.0**-40  # backward divides by g: one that is nearer to 0 counts as that

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.fused_node import flat
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 
 
 class _RMSNorm(torch.autograd.Function):

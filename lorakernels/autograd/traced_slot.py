@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.ops.register import define_composed
-from lorakernels.plans.routing import put_ahead
+from lorakernels.recorded.routing import put_ahead
 from lorakernels.state.ahead import slot_ahead
 from lorakernels.state.philox import PhiloxState, PhiloxStates, default_slot, draw_slot, random_slot
 

@@ -25,7 +25,7 @@ from lorakernels.modules.lora import LoRALinear
 from lorakernels.modules.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.report_text import folded, lines_of
 from lorakernels.modules.undo import all_or_nothing
-from lorakernels.plans.routing import counted
+from lorakernels.recorded.routing import counted
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FuseReport:
     def eager_forwards(self) -> str:
         """How the groups of projections (q, k, v; o; gate, up; down) ran, outside of graphs and traces.
 
-        By plans, the host's time is less (plans/). A backward may run by the ops.
+        By plans, the host's time is less (recorded/). A backward may run by the ops.
         """
         kinds = ways_of_kinds()
         groups = (group for parts in self.parts for group in parts.groups)

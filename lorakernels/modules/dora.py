@@ -26,7 +26,7 @@ from lorakernels.modules.initial import Initial
 from lorakernels.modules.lora import LoRALinear
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.dropout import masked
-from lorakernels.plans.routing import WATCHED
+from lorakernels.recorded.routing import WATCHED
 from lorakernels.values import Dropout, Weight
 
 

@@ -17,7 +17,7 @@ from lorakernels.modules.peft_mixtures import PEFTDifference
 from lorakernels.modules.report_text import lines_of
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
-from lorakernels.plans.routing import counted
+from lorakernels.recorded.routing import counted
 from lorakernels.state.fp8 import FP8State
 
 OF_LINEAR = (  # the ops that a linear layer runs
@@ -117,7 +117,7 @@ class LoRAReport:
     def eager_forwards(self) -> str:
         """How adapted modules ran in forwards of their own, outside of graphs, traces, groups and fused layers.
 
-        A module counts once for each way. By plans, the host's time is less (plans/). A backward may run by the ops.
+        A module counts once for each way. By plans, the host's time is less (recorded/). A backward may run by the ops.
         """
         kinds = ways_of_kinds()
         layers = (m for m in self.model.modules() if isinstance(m, LoRALinear))

@@ -24,7 +24,7 @@ from lorakernels.parallel.ranks import scales as shared_scales
 from lorakernels.parallel.ranks.exchange import CollectiveRows
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor import node as tensor_nodes
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout, Scaled
 
 K, N, ROWS, R, P, STEPS = 64, 96, 16, 4, 0.25, 5

@@ -13,7 +13,7 @@ from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, ba
 from lorakernels.autograd.compiled_plan import PLANS
 from lorakernels.autograd.linear_plan import ways_of_kinds
 from lorakernels.modules.dora import DoRALinear
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import launches
 

@@ -22,8 +22,8 @@ from lorakernels import (
 from lorakernels.autograd import linear_plan
 from lorakernels.modules import frozen as frozen_module
 from lorakernels.modules import lora as lora_module
-from lorakernels.plans import forms, node
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded import forms, node
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (
     BF16,

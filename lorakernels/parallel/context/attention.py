@@ -41,7 +41,7 @@ from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, 
 from lorakernels.kernels.triton.sum_rows import sum_rows
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.plans.once import once_differentiable
+from lorakernels.recorded.once import once_differentiable
 
 
 class Chunks(NamedTuple):

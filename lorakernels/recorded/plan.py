@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.plans.stand_in import Memory, NotPlanned, Recording, StandIn
+from lorakernels.recorded.stand_in import Memory, NotPlanned, Recording, StandIn
 
 MOST_BASES = 64  # of csrc's LaunchList
 _NEVER = 1 << 62

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lorakernels.plans.once import once_differentiable
-from lorakernels.plans.plan import Kept, Place, Plan, View, finish, pick
-from lorakernels.plans.routing import is_plain
-from lorakernels.plans.stand_in import NotPlanned, Recording, StandIn
+from lorakernels.recorded.once import once_differentiable
+from lorakernels.recorded.plan import Kept, Place, Plan, View, finish, pick
+from lorakernels.recorded.routing import is_plain
+from lorakernels.recorded.stand_in import NotPlanned, Recording, StandIn
 
 P = TypeVar("P")
 UNPLANNED = (NotPlanned, NotImplementedError)  # the latter: of a kernel that csrc cannot launch

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.plans.node import Operands
-from lorakernels.plans.plan import Kept, finish
-from lorakernels.plans.stand_in import NotPlanned, Recording
+from lorakernels.recorded.node import Operands
+from lorakernels.recorded.plan import Kept, finish
+from lorakernels.recorded.stand_in import NotPlanned, Recording
 
 
 class FunctionPlan:
