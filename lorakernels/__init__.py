@@ -14,7 +14,7 @@ from lorakernels.lazy import submodule
 
 if TYPE_CHECKING:  # what _HOMES says at run time
     from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
-    from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
+    from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
     from lorakernels.checkpoints import Exported, check_export, export_model
     from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
     from lorakernels.checkpoints.base_files import BaseFiles
@@ -63,7 +63,7 @@ __version__ = "0.1.0"
 
 _HOMES = {  # {module: the public names that are imported from it}
     "autograd.bias_dropout_add": "bias_dropout_add get_bias_dropout_add",
-    "autograd.linear_cross_entropy": "linear_cross_entropy quantize_head",
+    "autograd.loss": "linear_cross_entropy quantize_head",
     "checkpoints": "Exported check_export export_model",
     "checkpoints.adapters": "load_adapter read_adapter save_adapter",
     "checkpoints.base_files": "BaseFiles",

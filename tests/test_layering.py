@@ -37,6 +37,10 @@ LAYERS = (
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Rooms of a package, its folders and the files beside them, lowest first. Its __init__ may import from all.
 ROOMS = {
+    "autograd": (
+        ("attention", "bias_dropout_add", "experts", "lent", "linear"),
+        ("compiled", "decoder", "loss"),
+    ),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
 }
 TOOLS = {"cli/doctor.py"}  # shows what is inside

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lorakernels.autograd import attention as attention_backends
-from lorakernels.autograd import fp8_attention
-from lorakernels.autograd.decoder_plan import ways_of_kinds
+from lorakernels.autograd.attention import choose as attention_backends
+from lorakernels.autograd.attention import fp8 as fp8_attention
+from lorakernels.autograd.decoder.plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import original_class

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.adapter_rows import AdapterRows, Alone, CallRows
+from lorakernels.autograd.linear.adapter_rows import AdapterRows, Alone, CallRows
 from lorakernels.modules.batch_input import ask_inputs
 from lorakernels.modules.batch_ranks import (
     FACTORS,

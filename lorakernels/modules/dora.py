@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import AdapterNumbers, check_input, is_compiling
-from lorakernels.autograd.linear_node import in_bytes
-from lorakernels.autograd.linear_plan import way_of
-from lorakernels.autograd.linear_values import Adapter, Call
-from lorakernels.autograd.lora_linear import lora_linear
-from lorakernels.autograd.magnitude import MagnitudeNode, ways_of
+from lorakernels.autograd.compiled.magnitude import MagnitudeNode, ways_of
+from lorakernels.autograd.linear.lora_linear import lora_linear
+from lorakernels.autograd.linear.node import in_bytes
+from lorakernels.autograd.linear.plan import way_of
+from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.holder import refuse_held
 from lorakernels.modules.initial import Initial

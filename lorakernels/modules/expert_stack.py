@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts' layers as one stack: what autograd/grouped_linear.py multiplies with one launch for all of them.
+"""Experts' layers as one stack: what autograd/experts.py multiplies with one launch for all of them.
 
 The layers stay as they are, with parameters and scales of their own. Their weights move once into one piece of memory,
 one after the other. Each layer's parameter is then a part of it.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.grouped_linear import Stack
+from lorakernels.autograd.experts import Stack
 from lorakernels.device import capability_of
 from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.lora import LoRALinear

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from lorakernels.autograd.grouped_linear import ExpertSum, SwiGLU, grouped_linear
+from lorakernels.autograd.experts import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
 from lorakernels.modules.expert_classes import STACKED, why_not_experts
 from lorakernels.modules.expert_stack import stacked, why_not_stacked

@@ -19,8 +19,8 @@ from lorakernels.autograd import (
     is_compiling,
     traced_slot,
 )
-from lorakernels.autograd.adapter_rows import AdapterRows, CallRows
-from lorakernels.autograd.linear_plan import way_of
+from lorakernels.autograd.linear.adapter_rows import AdapterRows, CallRows
+from lorakernels.autograd.linear.plan import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import is_sharded
 from lorakernels.modules.initial import NAMES, Initial, initial_adapter, initial_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.autograd import Adapter, AdapterNumbers, Call, lora_linear
-from lorakernels.autograd.linear_plan import found_linear, run_linear
+from lorakernels.autograd.linear.plan import found_linear, run_linear
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lorakernels.autograd.linear_plan import ways_of_kinds
+from lorakernels.autograd.linear.plan import ways_of_kinds
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.group import GroupedLoRALinear

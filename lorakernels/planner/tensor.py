@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from lorakernels.autograd.linear_rows import Product
+from lorakernels.autograd.linear.rows import Product
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.parallel.ranks.exchange import GATHERED, LEAST, START, SUMMED, aligned

@@ -257,7 +257,7 @@ def calls(batch: Batch) -> tuple[int, float]:
     """(calls of attention's kernels, their queries) of a sequence, on the rank that has most of both.
 
     Two chunks of C of a sequence attend to their own keys in one call, to keys before both in another and, but of the
-    last ones, the second chunk to those between them. All ranks attend to as many keys (chunk_attention.py).
+    last ones, the second chunk to those between them. All ranks attend to as many keys (autograd/attention/chunk.py).
     """
     if batch.ranks == 1:
         return 1, batch.length

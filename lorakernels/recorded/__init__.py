@@ -12,7 +12,7 @@ A plan asks once. It comes from the ops themselves, so that nothing says a secon
     once.py       a backward that is not differentiated again
     routing.py    when the ops run instead: under compile, modes, hooks, transforms and profilers
 
-In autograd/, linear_plan.py, decoder_plan.py and compiled_plan.py say what the plans of their nodes depend on. A
+In autograd/, the plan.py of linear/, compiled/ and decoder/ say what the plans of their nodes depend on. A
 forward or a backward that needs torch to compute something has no plan, and runs by the ops. Examples are a trained
 bias's gradient, a mask for each of several projections, and the check of an fp16 gradient for an overflow. The reports
 of `apply_lora` and `fuse` say which forwards ran by plans, and why the others did not.

@@ -19,7 +19,7 @@ from lorakernels import (
     MMParams,
     ops,
 )
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.modules import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.recorded.routing import without_plans

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, PhiloxState
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.modules import lora
 from lorakernels.numerics.dropout import drawn_mask, keep_scale
 from lorakernels.numerics.fp8 import E4M3

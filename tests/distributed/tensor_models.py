@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from lorakernels.autograd import linear_rows
+from lorakernels.autograd.linear import rows as linear_rows
 from lorakernels.parallel import TensorParallel, parallelize
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks import exchange as row_exchange

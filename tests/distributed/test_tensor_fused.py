@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops import checks
 from lorakernels.parallel import parallelize

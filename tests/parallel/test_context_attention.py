@@ -13,14 +13,14 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorakernels.autograd import graphed_attention as graphed
-from lorakernels.autograd.attention import (
+from lorakernels.autograd.attention import graphed
+from lorakernels.autograd.attention.choose import (
     Segments,
     attend_segments,
     choose_segments,
     segments_mask,
 )
-from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
+from lorakernels.autograd.attention.chunk import Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
 from lorakernels.parallel.context import attention as context_attention

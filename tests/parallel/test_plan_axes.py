@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
-from lorakernels.autograd.chunk_attention import Call
+from lorakernels.autograd.attention.chunk import Call
 from lorakernels.fusion.memory import SAVE, mixes
 from lorakernels.parallel import ShardedAdamW
 from lorakernels.parallel.context import attention as context_attention
@@ -91,7 +91,7 @@ def test_keys_and_values_come_once_and_their_gradients_go_in_twice_the_bytes() -
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_attention_of_shared_rows_has_the_calls_of_the_rank_that_has_most(ranks: int) -> None:
-    """As chunk_attention.py makes them. All ranks attend to as many keys."""
+    """As autograd/attention/chunk.py makes them. All ranks attend to as many keys."""
     size, most = 16, (0, 0)
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)

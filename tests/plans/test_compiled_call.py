@@ -48,7 +48,7 @@ def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tupl
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Grows by an entry whenever the dispatcher reaches an op's own code, which looks for the layer's numbers."""
-    module = import_module("lorakernels.autograd.compiled_linear")
+    module = import_module("lorakernels.autograd.compiled.linear")
     calls: list[str] = []
     found = module.numbers_of
 

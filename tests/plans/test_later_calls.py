@@ -19,7 +19,7 @@ from lorakernels import (
     LoRAConfig,
     LoRALinear,
 )
-from lorakernels.autograd import linear_plan
+from lorakernels.autograd.linear import plan as linear_plan
 from lorakernels.modules import frozen as frozen_module
 from lorakernels.modules import lora as lora_module
 from lorakernels.recorded import forms, node

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lorakernels import ContextParallel, LoRAConfig, apply_lora
-from lorakernels.autograd import graphed_attention
+from lorakernels.autograd.attention import graphed as graphed_attention
 from lorakernels.train.choices import NAMES, choices
 from lorakernels.train.errors import OptionError
 from lorakernels.train.flops import Sizes

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lorakernels.autograd import attention
+from lorakernels.autograd.attention import choose as attention
 from lorakernels.train import model as models
 from lorakernels.train import packing
 from lorakernels.train.data.prepare import RunData, check_rows

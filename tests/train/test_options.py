@@ -285,7 +285,7 @@ def test_commas_separate_names(tmp_path: Path, option: str, names: str | list[st
 
 
 def test_choices_of_attention_are_those_of_fuse() -> None:
-    from lorakernels.autograd.attention import BACKENDS
+    from lorakernels.autograd.attention.choose import BACKENDS
     from lorakernels.fusion.memory import SAVE
     from lorakernels.train import options
 

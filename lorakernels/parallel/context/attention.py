@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd import graphed_attention as graphed
-from lorakernels.autograd.attention import (
+from lorakernels.autograd.attention import graphed
+from lorakernels.autograd.attention.choose import (
     GRAPH,
     LONG,
     Segments,
@@ -35,8 +35,8 @@ from lorakernels.autograd.attention import (
     choose,
     choose_segments,
 )
-from lorakernels.autograd.chunk_attention import NAMES as CHUNKS
-from lorakernels.autograd.chunk_attention import Attended, Call, attend_chunks, chunk_gradients
+from lorakernels.autograd.attention.chunk import NAMES as CHUNKS
+from lorakernels.autograd.attention.chunk import Attended, Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
 from lorakernels.kernels.triton.sum_rows import sum_rows
 from lorakernels.parallel.ranks import comm

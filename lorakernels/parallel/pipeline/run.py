@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.linear_cross_entropy import CHUNK
+from lorakernels.autograd.loss import CHUNK
 from lorakernels.modules.angles import angles_by_document
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline import cut as pipeline_cut

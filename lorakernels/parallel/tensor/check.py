@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lorakernels.autograd.attention import FP8
+from lorakernels.autograd.attention.choose import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused layers over the ranks of a tensor-parallel group: the projections of one x communicate once for all of them.
 
-It is what node.py does for one linear layer, in the places that autograd/linear.py has for it. q, k and v
+It is what node.py does for one linear layer, in the places that autograd/linear/linear.py has for it. q, k and v
 gather one x8 and one s together, and so do gate and up. Many rows travel while their product is computed in pieces:
 
     column       forward: multiply the own rows while the others' x8 comes, then those
@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd import linear
-from lorakernels.autograd.linear_projections import Adapters, Gradients, Needs, Projections
-from lorakernels.autograd.linear_rows import (
+from lorakernels.autograd.linear import linear
+from lorakernels.autograd.linear.projections import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear.rows import (
     grad_rows,
     masks_at,
     project_rows,
     slower_in_pieces,
 )
-from lorakernels.autograd.linear_values import LoRASpec
+from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.device import capability_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
@@ -46,7 +46,7 @@ from lorakernels.values import Scaled, Scaling, Up
 
 @dataclass(frozen=True)
 class Split:
-    """The projections of one x, by column or by row. It is an `OverRanks` of autograd/linear_projections.py.
+    """The projections of one x, by column or by row. It is an `OverRanks` of autograd/linear/projections.py.
 
     Attributes:
         by: "column" or "row".

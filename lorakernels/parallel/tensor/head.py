@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.autograd.linear_cross_entropy import CHUNK, linear_cross_entropy
+from lorakernels.autograd.loss import CHUNK, linear_cross_entropy
 from lorakernels.modules.logits import change_of_logits
 from lorakernels.parallel.tensor.vocabulary import VocabularyHead
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, AdapterNumbers, is_compiling
-from lorakernels.autograd.linear_node import in_bytes
+from lorakernels.autograd.linear.node import in_bytes
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.frozen import FrozenFP8Linear
 from lorakernels.modules.lora import LoRALinear

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lorakernels import ops
-from lorakernels.autograd import linear
-from lorakernels.autograd.linear_projections import Projections
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear import linear
+from lorakernels.autograd.linear.projections import Projections
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks

@@ -4,7 +4,7 @@
     y = g ⊙ (x Wᵀ + scaling · x Aᵀ Bᵀ)      dy' = g ⊙ dy      dg = Σ_rows dy ⊙ y / g
 
 g [N] fp32 goes into the scale of each column of the product, and into B. dx, dA and dB are those of LinearNode, from
-dy'. What depends on g alone is PyTorch's. The rest is one call of csrc each way where a plan fits (compiled_plan.py).
+dy'. What depends on g alone is PyTorch's. The rest is one call of csrc each way where a plan fits (plan.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.compiled_plan import (
+from lorakernels.autograd.compiled.plan import (
     PLANS,
     Saved,
     planned_backward,
@@ -23,9 +23,9 @@ from lorakernels.autograd.compiled_plan import (
     run_backward,
     run_forward,
 )
-from lorakernels.autograd.linear import through_dispatcher
-from lorakernels.autograd.linear_projections import Needs
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear.linear import through_dispatcher
+from lorakernels.autograd.linear.projections import Needs
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.recorded.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight

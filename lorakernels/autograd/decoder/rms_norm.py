@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_node import flat
+from lorakernels.autograd.decoder.node import flat
 from lorakernels.recorded.once import once_differentiable
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.autograd.attention import graphed
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
 from lorakernels.kernels.triton import quantize_heads as on_gpu

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.compiled_call import Found, launch_ahead
-from lorakernels.autograd.compiled_plan import (
+from lorakernels.autograd.compiled.call import Found, launch_ahead
+from lorakernels.autograd.compiled.plan import (
     Planned,
     Saved,
     backward_plan,
@@ -35,8 +35,8 @@ from lorakernels.autograd.compiled_plan import (
     run_backward,
     run_forward,
 )
-from lorakernels.autograd.linear_node import Needs, in_bytes
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, check_input
+from lorakernels.autograd.linear.node import Needs, in_bytes
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, check_input
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaled dot product attention through the fastest backend that takes the tensors: torch's, or cuDNN's graphs.
 
-"fp8" is FP8 forward and 16-bit backward (fp8_attention.py), which "auto" never takes: it rounds q, k, v and out.
-"cudnn_graph" is cuDNN's graphs of graphed_attention.py. They take what torch's cuDNN refuses: packed sequences, and
+"fp8" is FP8 forward and 16-bit backward (fp8.py), which "auto" never takes: it rounds q, k, v and out.
+"cudnn_graph" is cuDNN's graphs of graphed.py. They take what torch's cuDNN refuses: packed sequences, and
 causal rows under deterministic algorithms.
 
 Causal SDPA, 64 heads × 128, 8192 tokens, forward and backward, on one H200: flash 12.9 ms, cuDNN 7.3 ms.
@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd import fp8_attention as fp8
-from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.autograd.attention import fp8, graphed
 from lorakernels.device import capability_of, cudnn_folders
 
 # torch's switches. Its context manager `sdpa_kernel` sets the same ones in several times the host's time.

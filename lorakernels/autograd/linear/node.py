@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd import linear
-from lorakernels.autograd.linear import Run, through_dispatcher
-from lorakernels.autograd.linear_projections import Adapters, Needs, Projections
-from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.autograd.linear import linear
+from lorakernels.autograd.linear.linear import Run, through_dispatcher
+from lorakernels.autograd.linear.projections import Adapters, Needs, Projections
+from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled, Weight

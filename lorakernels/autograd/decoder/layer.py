@@ -22,7 +22,7 @@ each adapted input, and two matrices of stacked B's: q, k, v have one, gate and 
                  and RMSNorm's may differ in the last bit from what forward quantized (ops/rms_norm.py)
     "fp8"        as "recompute", with gate and up in e4m3, which SwiGLU writes: one scale for 256 columns of a row
 
-FP8 attention (fp8_attention.py) keeps q, k, v and out as bytes. `output` keeps the same bytes in place of out or x8.
+FP8 attention (attention/fp8.py) keeps q, k, v and out as bytes. `output` keeps the same bytes in place of out or x8.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.fused_node import (
+from lorakernels.autograd.decoder.geglu import geglu, geglu_backward
+from lorakernels.autograd.decoder.node import (
     Kept,
     Trained,
     Wanted,
@@ -48,8 +49,7 @@ from lorakernels.autograd.fused_node import (
     rms_norm_backward,
     weights,
 )
-from lorakernels.autograd.geglu import geglu, geglu_backward
-from lorakernels.autograd.linear import (
+from lorakernels.autograd.linear.linear import (
     bias_gradients,
     gradients,
     lora_down,
@@ -57,7 +57,7 @@ from lorakernels.autograd.linear import (
     quantize_down,
     stack_B,
 )
-from lorakernels.autograd.linear_projections import Projections
+from lorakernels.autograd.linear.projections import Projections
 from lorakernels.numerics.gate_up import packed
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled

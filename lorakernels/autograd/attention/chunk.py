@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.attention import expanded
+from lorakernels.autograd.attention.choose import expanded
 from lorakernels.kernels.triton.chunk_rows import Gradients
 from lorakernels.kernels.triton.merge_attention import merge_attention
 
@@ -93,7 +93,7 @@ def _merge(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> None:
     l1.copy_(torch.logaddexp(l1, l2))
 
 
-# by the names that `choose` of attention.py returns
+# by the names that `choose` returns
 _KERNELS = {
     "cudnn": _Kernel(_cudnn, _cudnn_backward, merge_attention),
     "torch": _Kernel(_cpu, _cpu_backward, _merge),

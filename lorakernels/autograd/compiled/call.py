@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The way of a compiled layer's calls past torch's dispatcher.
 
-Inductor's code calls each op of compiled_linear.py with plain tensors, without gradients. The first such call goes
+Inductor's code calls each op of linear.py with plain tensors, without gradients. The first such call goes
 through the dispatcher and makes a plan. What that plan depends on is kept beside the layer's numbers as a `Ready`. A
 later call of the same form launches the plan at once. Every other call goes through the dispatcher.
 """

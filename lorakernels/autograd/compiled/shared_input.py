@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.compiled_linear import rows_of
-from lorakernels.autograd.linear import quantize_in_blocks
-from lorakernels.autograd.linear_node import Given, LinearNode, in_bytes
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.compiled.linear import rows_of
+from lorakernels.autograd.linear.linear import quantize_in_blocks
+from lorakernels.autograd.linear.node import Given, LinearNode, in_bytes
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.numerics.autocast import without_autocast
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Scaled, Weight

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lorakernels.autograd.linear_projections import Projections
+from lorakernels.autograd.linear.projections import Projections
 from lorakernels.kernels import tune
 from lorakernels.ops.fp8_grad_input import fp8_grad_input_into
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora_into

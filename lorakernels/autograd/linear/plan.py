@@ -12,8 +12,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.linear_node import LinearNode
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec, SharedNumbers
+from lorakernels.autograd.linear.node import LinearNode
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, SharedNumbers
 from lorakernels.recorded.forms import forms_of
 from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
 from lorakernels.recorded.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain

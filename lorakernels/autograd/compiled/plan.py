@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ops of a compiled layer run (compiled_linear.py), by a plan where one fits."""
+"""What the ops of a compiled layer run (linear.py), by a plan where one fits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_node import Needs, gradients
-from lorakernels.autograd.linear_plan import Kind, Known, known_of
-from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.autograd.linear.node import Needs, gradients
+from lorakernels.autograd.linear.plan import Kind, Known, known_of
+from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.ops.register import Op
 from lorakernels.recorded.function import FunctionPlan
 from lorakernels.recorded.node import Operands, Plans

@@ -9,8 +9,8 @@
 
 The bars are the places for communication between ranks, before and after each GEMM. The nodes of layers that are split
 over ranks communicate there (parallel/tensor/node.py). Of the nodes with a linear layer, `project` alone multiplies by
-W in forward, and `grad_x` in backward; linear_rows.py has them for some rows. Their arguments are what is sent before
-the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled_plan.py.
+W in forward, and `grad_x` in backward; rows.py has them for some rows. Their arguments are what is sent before
+the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled/plan.py.
 
 `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two ops, if all
 three can (`hands_mask_over`). Otherwise each of those two draws it. Over ranks a kernel of its own draws it for both.
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_projections import (
+from lorakernels.autograd.linear.projections import (
     Adapters,
     Gradients,
     Needs,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear_projections import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear.projections import Adapters, Gradients, Needs, Projections
 from lorakernels.values import Scaled
 
 Kept = dict[str, Any]

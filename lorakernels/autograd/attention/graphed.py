@@ -42,7 +42,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> str:
 
 
 def why_not_segments(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why they do not take some of the queries with all keys (attention.py's `Segments`); "" if they do.
+    """Why they do not take some of the queries with all keys (choose.py's `Segments`); "" if they do.
 
     Args:
         q: [B, H, T, D].

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.decoder_layer import (
+from lorakernels.autograd.decoder.layer import (
     MLPCall,
     MLPNode,
     NormQKVNode,
@@ -19,7 +19,7 @@ from lorakernels.autograd.decoder_layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.linear_projections import PlannedProjections, Projections
+from lorakernels.autograd.linear.projections import PlannedProjections, Projections
 from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
 from lorakernels.recorded.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.recorded.stand_in import Recording, Site, column_offset

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lorakernels.autograd.linear_node import LinearNode, in_bytes
-from lorakernels.autograd.linear_plan import planned_linear
-from lorakernels.autograd.linear_values import Adapter, Call
+from lorakernels.autograd.linear.node import LinearNode, in_bytes
+from lorakernels.autograd.linear.plan import planned_linear
+from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.values import Weight
 

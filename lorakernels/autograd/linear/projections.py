@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.segments import adapters_of
 from lorakernels.ops.quantize_grad import side_by_side
@@ -51,7 +51,7 @@ class Adapters(NamedTuple):
 
 
 class PlannedProjections(NamedTuple):
-    """What plans take of Projections (decoder_plan.py).
+    """What plans take of Projections (decoder/plan.py).
 
     Attributes:
         kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
