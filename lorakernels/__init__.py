@@ -39,8 +39,8 @@ if TYPE_CHECKING:  # what _HOMES says at run time
         training_state_dict,
         unmerge_lora,
     )
-    from lorakernels.modules.angles import angles_by_document
-    from lorakernels.modules.logits import change_of_logits
+    from lorakernels.modules.model.angles import angles_by_document
+    from lorakernels.modules.model.logits import change_of_logits
     from lorakernels.parallel import (
         ContextParallel,
         Microbatch,
@@ -75,8 +75,8 @@ _HOMES = {  # {module: the public names that are imported from it}
     "loops.rehearsal": "rehearsal",
     "modules": "AdapterBatch FrozenFP8Linear LoRAExperts LoRALinear LoRALinearGroup LoRAReport apply_lora "
     "batch_adapters disable_lora group_projections merge_lora training_state_dict unmerge_lora",
-    "modules.angles": "angles_by_document",
-    "modules.logits": "change_of_logits",
+    "modules.model.angles": "angles_by_document",
+    "modules.model.logits": "change_of_logits",
     "parallel": "ContextParallel Microbatch PipelineParallel TensorParallel VocabularyHead context_parallel "
     "parallelize pipeline_parallel shard_base",
     "parallel.base.offload": "Offload",

@@ -41,6 +41,7 @@ ROOMS = {
         ("attention", "bias_dropout_add", "experts", "lent", "linear"),
         ("compiled", "decoder", "loss"),
     ),
+    "modules": (("linear",), ("experts", "group"), ("model",), ("batch",)),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
 }
 TOOLS = {"cli/doctor.py"}  # shows what is inside
@@ -297,14 +298,14 @@ def test_the_check_of_benchmarks(path: str, line: str, found: list[str]) -> None
         ("kernels/x.py", "from ..autograd import f", ["lorakernels.autograd.f"]),
         (
             "state/fp8.py",
-            "def f():\n    import lorakernels.modules.lora",
-            ["lorakernels.modules.lora"],
+            "def f():\n    import lorakernels.modules.linear.lora",
+            ["lorakernels.modules.linear.lora"],
         ),
         ("config.py", "from lorakernels import LoRALinear", ["lorakernels.LoRALinear"]),
         (
             "train/loop.py",
-            "from lorakernels.modules.merge import x",
-            ["lorakernels.modules.merge.x"],
+            "from lorakernels.modules.model.merge import x",
+            ["lorakernels.modules.model.merge.x"],
         ),
         ("train/loop.py", "from lorakernels import apply_lora", []),
         ("modules/a.py", "from .b import c\nimport torch", []),

@@ -23,7 +23,7 @@ MORE = {
     ("lorakernels/autograd/loss.py", "linear_cross_entropy"): OPTIONS,
     ("lorakernels/checkpoints/loading.py", "load_quantized"): OPTIONS,
     ("lorakernels/loops/attached.py", "attach"): OPTIONS,
-    ("lorakernels/modules/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
+    ("lorakernels/modules/linear/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }
 SOURCES = sorted(  # with the extension's functions, in _C.pyi
     path

@@ -59,7 +59,7 @@ from lorakernels import (
     fuse,
 )
 from lorakernels.config import Recipe
-from lorakernels.modules.merge import lora_modules
+from lorakernels.modules.model.merge import lora_modules
 from lorakernels.train.model import quiet_transformers
 
 CHARACTERS = 4_000_000

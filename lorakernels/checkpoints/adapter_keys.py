@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import LoRAConfig, clean_path
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.experts import Stack, experts_of, named_parameters, stacks
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import lora_modules
-from lorakernels.modules.targets import match_saved, match_targets
-from lorakernels.modules.trained_parts import saved_modules
+from lorakernels.modules.experts.layer import Stack, experts_of, named_parameters, stacks
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.merge import lora_modules
+from lorakernels.modules.model.targets import match_saved, match_targets
+from lorakernels.modules.model.trained_parts import saved_modules
 
 PREFIX = "base_model.model."
 ADAPTER_ENDS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")

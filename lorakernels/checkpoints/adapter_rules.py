@@ -21,12 +21,12 @@ from torch import nn
 
 from lorakernels.checkpoints.adapter_keys import bias_mode
 from lorakernels.config import LoRAConfig, clean_path, matching
-from lorakernels.modules.experts import expert_layers
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.peft_mixtures import unlike_peft
-from lorakernels.modules.targets import choose, tails
-from lorakernels.modules.trained_parts import saved_modules
+from lorakernels.modules.experts.layer import expert_layers
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.peft_mixtures import unlike_peft
+from lorakernels.modules.model.targets import choose, tails
+from lorakernels.modules.model.trained_parts import saved_modules
 
 _TARGET_FIELDS = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 _READ_WITH_THEM = ("target_parameters", "r", "rank_pattern", "modules_to_save")

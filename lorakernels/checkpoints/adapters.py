@@ -49,14 +49,14 @@ from lorakernels.checkpoints.peft_format import (
     write_files,
 )
 from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
-from lorakernels.modules.apply import apply_lora
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import check_enabled, lora_modules
-from lorakernels.modules.report import LoRAReport
-from lorakernels.modules.targets import match_saved
-from lorakernels.modules.trained_parts import saved_modules
-from lorakernels.modules.undo import all_or_nothing
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.apply import apply_lora
+from lorakernels.modules.model.merge import check_enabled, lora_modules
+from lorakernels.modules.model.report import LoRAReport
+from lorakernels.modules.model.targets import match_saved
+from lorakernels.modules.model.trained_parts import saved_modules
+from lorakernels.modules.model.undo import all_or_nothing
 from lorakernels.parallel import ContextParallel, PipelineParallel
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.tensor.whole import Place, check_alike, group_of, places

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapter_keys import PREFIX
 from lorakernels.config import clean_path
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.tensor.layers import Part
 from lorakernels.parallel.tensor.whole import Place
 

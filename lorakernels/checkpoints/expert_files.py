@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.checkpoints.shards import Source, TensorInfo
-from lorakernels.modules.expert_classes import STACKED
-from lorakernels.modules.experts import LoRAExperts, stacked_experts, unstack_owner
+from lorakernels.modules.experts.classes import STACKED
+from lorakernels.modules.experts.layer import LoRAExperts, stacked_experts, unstack_owner
 
 _PART = re.compile(
     r"(?P<owner>.*\.)(?:block_sparse_moe|mlp)\.experts\.(?P<number>\d+)\."

@@ -37,8 +37,8 @@ from lorakernels.checkpoints.writer import (
     recover,
     write_json,
 )
-from lorakernels.modules.convert import dequantize
-from lorakernels.modules.lora import delta_of
+from lorakernels.modules.linear.lora import delta_of
+from lorakernels.modules.model.convert import dequantize
 from lorakernels.numerics.blocks import quantize_weight_blocks
 
 FORMATS = ("bf16", "fp8")

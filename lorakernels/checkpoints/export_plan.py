@@ -38,8 +38,8 @@ from lorakernels.checkpoints.peft_format import (
 )
 from lorakernels.checkpoints.shards import Source, TensorInfo
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.experts import named_parameters
-from lorakernels.modules.targets import match_saved, match_targets
+from lorakernels.modules.experts.layer import named_parameters
+from lorakernels.modules.model.targets import match_saved, match_targets
 
 _PREFIX = "base_model.model."
 _FLOATS = ("F64", "F32", "BF16", "F16", E4M3, "F8_E5M2")

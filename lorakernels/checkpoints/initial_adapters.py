@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapter_keys import PREFIX, Slot
 from lorakernels.config import clean_path
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import lora_modules
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.merge import lora_modules
 
 _DIMS = {"lora_A": 0, "lora_B": 1}  # along which a file holds both adapters
 

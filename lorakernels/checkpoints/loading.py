@@ -41,11 +41,11 @@ from lorakernels.checkpoints.stage_loading import OtherStages, Stages
 from lorakernels.checkpoints.tensor_loading import Split, TensorParts
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
-from lorakernels.modules.convert import check_fp8_linear, dequantize, held_weight
-from lorakernels.modules.experts import LoRAExperts, restack
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.experts.layer import LoRAExperts, restack
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.convert import check_fp8_linear, dequantize, held_weight
+from lorakernels.modules.model.pretrained import guard_saving
 from lorakernels.parallel import Offload, ShardedBase
 from lorakernels.parallel.base.offload import as_offload
 from lorakernels.parallel.base.shard import check_mesh

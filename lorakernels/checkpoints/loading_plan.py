@@ -16,9 +16,9 @@ from lorakernels.checkpoints.base_format import of_input
 from lorakernels.checkpoints.file_names import left_out
 from lorakernels.checkpoints.shards import TensorInfo
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.experts import expert_layers
-from lorakernels.modules.frozen_targets import frozen_targets
-from lorakernels.modules.targets import match_saved, match_targets
+from lorakernels.modules.experts.layer import expert_layers
+from lorakernels.modules.model.frozen_targets import frozen_targets
+from lorakernels.modules.model.targets import match_saved, match_targets
 
 
 class Plan:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.config import BlockScaling
-from lorakernels.modules.weights import scales_shape
+from lorakernels.modules.linear.weights import scales_shape
 from lorakernels.values import Weight
 
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from lorakernels.checkpoints.loading_plan import Plan
 from lorakernels.checkpoints.stand_ins import StandIns
 from lorakernels.config import BlockScaling, Recipe
-from lorakernels.modules.convert import dequantize, held_weight
-from lorakernels.modules.frozen import quantize_weight
+from lorakernels.modules.linear.frozen import quantize_weight
+from lorakernels.modules.model.convert import dequantize, held_weight
 from lorakernels.parallel.base.shard import check_mesh
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks

@@ -28,10 +28,10 @@ from lorakernels.autograd.linear.projections import OverRanks, Projections
 from lorakernels.autograd.linear.values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import join_rows
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
-from lorakernels.modules.lora import LoRALinear, rows_of_call
-from lorakernels.modules.projections import is_active
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import bring, is_held, over_of_loaded_part
+from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.projections import is_active
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout

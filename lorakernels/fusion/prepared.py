@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels.autograd.linear.projections import Projections
 from lorakernels.autograd.linear.values import LoRASpec
-from lorakernels.modules.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
 from lorakernels.values import Dropout
 
 

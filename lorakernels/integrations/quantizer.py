@@ -32,9 +32,9 @@ from lorakernels.checkpoints.shards import check_one_set, header, read_index
 from lorakernels.checkpoints.skeleton import config_of
 from lorakernels.config import Recipe
 from lorakernels.integrations.transformers import forget_quantizer
-from lorakernels.modules.frozen_targets import frozen_targets
-from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.frozen_targets import frozen_targets
+from lorakernels.modules.model.pretrained import guard_saving
 from lorakernels.values import Weight
 
 if int(transformers.__version__.split(".")[0]) < 5:

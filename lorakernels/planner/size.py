@@ -17,8 +17,8 @@ from lorakernels.fusion.check import check_blocks
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
-from lorakernels.modules.logits import change_of_logits
-from lorakernels.modules.projections import projection
+from lorakernels.modules.linear.projections import projection
+from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.tensor.check import check_split

@@ -20,7 +20,7 @@ from lorakernels import (
     ops,
 )
 from lorakernels.autograd.linear import linear
-from lorakernels.modules import lora as lora_module
+from lorakernels.modules.linear import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout

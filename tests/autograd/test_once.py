@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, linear_cross_entropy
 from lorakernels.autograd.decoder.rms_norm import rms_norm
-from lorakernels.modules.dora import DoRALinear
+from lorakernels.modules.linear.dora import DoRALinear
 
 
 def layer_of(**fields: object) -> Callable[[Tensor], Tensor]:

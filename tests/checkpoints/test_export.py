@@ -20,7 +20,7 @@ from lorakernels import LoRAConfig, apply_lora, export_model, save_adapter
 from lorakernels.checkpoints.export_plan import read_adapter
 from lorakernels.checkpoints.loading import FP8Weight
 from lorakernels.checkpoints.shards import Directory
-from lorakernels.modules.convert import dequantize
+from lorakernels.modules.model.convert import dequantize
 from tests.adapter_files import Model
 from tests.checkpoints.exported import (
     logits,

@@ -12,7 +12,7 @@ from torch import nn
 
 from lorakernels import FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.checkpoints.shards import Directory
-from lorakernels.modules.convert import per_tensor_weight
+from lorakernels.modules.model.convert import per_tensor_weight
 from tests.small_checkpoints import (
     LORA,
     assert_equal,

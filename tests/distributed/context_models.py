@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, DelayedScaling, PhiloxState, fuse
-from lorakernels.modules.logits import change_of_logits
+from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.parallel import ContextParallel, context_parallel, parallelize, shard_base
 from lorakernels.parallel.ranks import comm
 from lorakernels.train.loss import changed

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from lorakernels.modules.logits import change_of_logits
+from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.parallel import ContextParallel, PipelineParallel, pipeline_parallel
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.tensor.head import sum_of_losses

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, PhiloxState
 from lorakernels.autograd.linear import linear
-from lorakernels.modules import lora
+from lorakernels.modules.linear import lora
 from lorakernels.numerics.dropout import drawn_mask, keep_scale
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
-from lorakernels.modules import frozen
+from lorakernels.modules.linear import frozen
 from lorakernels.parallel import ShardedAdamW, shard_base
 from lorakernels.parallel.optimizer import sharded_adamw as module
 from lorakernels.parallel.optimizer.bucket import Bucket

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse, unload
 from lorakernels.fusion import rewire
-from lorakernels.modules.holder import is_held
+from lorakernels.modules.linear.holder import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.parallel.base.offload import HostShards
 from lorakernels.parallel.ranks import comm

@@ -31,7 +31,7 @@ from lorakernels.integrations.transformers import (  # noqa: E402
     convert_fp8_model,
     frozen_from_fp8_linear,
 )
-from lorakernels.modules.convert import dequantize  # noqa: E402
+from lorakernels.modules.model.convert import dequantize  # noqa: E402
 from tests.interrupt import Interrupt  # noqa: E402
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]

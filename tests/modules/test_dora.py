@@ -31,8 +31,8 @@ from lorakernels import (
     unmerge_lora,
 )
 from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.dropout import dropout_keep, keep_scale
 from lorakernels.parallel import shard_base
 from lorakernels.state.philox import draw_slot

@@ -20,8 +20,8 @@ from lorakernels import (
     LoRALinear,
 )
 from lorakernels.autograd.linear import plan as linear_plan
-from lorakernels.modules import frozen as frozen_module
-from lorakernels.modules import lora as lora_module
+from lorakernels.modules.linear import frozen as frozen_module
+from lorakernels.modules.linear import lora as lora_module
 from lorakernels.recorded import forms, node
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from lorakernels.modules import initial
+from lorakernels.modules.linear import initial
 from lorakernels.train import adapted
 from lorakernels.train.manifest import MANIFEST, make_manifest
 from lorakernels.train.session import Session

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_loaded_part
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import is_loaded_part
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.ranks.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lorakernels.device import in_backward
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import hold, is_split
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import hold, is_split
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.base.layers import (
     check_layers,

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.lent import lend
-from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.blocks import Block, lay_out
 from lorakernels.parallel.ranks.shards import Shards

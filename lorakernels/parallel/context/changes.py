@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.angles import angles_by_document, document_angles
-from lorakernels.modules.holder import ROWS_OVER_RANKS
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import frozen_layers, share_state
+from lorakernels.modules.linear.holder import ROWS_OVER_RANKS
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import frozen_layers, share_state
+from lorakernels.modules.model.angles import angles_by_document, document_angles
 from lorakernels.parallel.context.attention import ContextAttention
 from lorakernels.parallel.context.check import OF_MODULE
 from lorakernels.parallel.context.rows import OwnChunks

@@ -10,7 +10,7 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.base.layers import decoder_layers, managed_by_graphs
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales

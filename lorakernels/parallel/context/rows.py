@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.context.attention import Chunks
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.angles import DocumentAngles, document_angles, dynamic_length
+from lorakernels.modules.model.angles import DocumentAngles, document_angles, dynamic_length
 from lorakernels.parallel.context.attention import Chunks
 from lorakernels.parallel.context.changes import ATTENTION, Changes, share_rows
 from lorakernels.parallel.context.check import check, fingerprint, refuse_masks

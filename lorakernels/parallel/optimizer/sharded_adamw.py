@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.parallel.optimizer.bucket import MOMENTS, Bucket
 from lorakernels.parallel.optimizer.flat import cut, lay_out
 from lorakernels.parallel.pipeline.cut import ranks_of

@@ -12,10 +12,10 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.group import GroupedLoRALinear
-from lorakernels.modules.holder import is_held, is_split
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.group.layer import GroupedLoRALinear
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.holder import is_held, is_split
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.base.layers import GRAPHS, decoder_layers, managed_by_graphs
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage

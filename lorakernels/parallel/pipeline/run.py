@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.loss import CHUNK
-from lorakernels.modules.angles import angles_by_document
+from lorakernels.modules.model.angles import angles_by_document
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline import cut as pipeline_cut
 from lorakernels.parallel.pipeline.check import (

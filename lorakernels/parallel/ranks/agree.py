@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
 
 
 def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -14,13 +14,13 @@ from lorakernels.autograd.attention.choose import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import is_held, is_loaded_part, refuse_rows_over_ranks
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.logits import change_of_logits
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.mergeable import MergeableLinear
-from lorakernels.modules.trained_parts import keeps_weight, kept_parameters
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_rows_over_ranks
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.mergeable import MergeableLinear
+from lorakernels.modules.model.logits import change_of_logits
+from lorakernels.modules.model.trained_parts import keeps_weight, kept_parameters
 from lorakernels.parallel.ranks.agree import checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import why_not_blocks

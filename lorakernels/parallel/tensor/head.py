@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakernels.autograd.loss import CHUNK, linear_cross_entropy
-from lorakernels.modules.logits import change_of_logits
+from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.parallel.tensor.vocabulary import VocabularyHead
 
 IGNORE = -100

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from lorakernels.autograd import Adapter, AdapterNumbers, is_compiling
 from lorakernels.autograd.linear.node import in_bytes
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.trained_parts import change_originals
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.trained_parts import change_originals
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.parallel.ranks.group import Ranks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.modules.frozen import is_sharded
+from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.exchange import row_exchange

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lorakernels.modules.apply import parents_of, replace_module
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import mark_loaded_part
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.trained_parts import hand_over_originals
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import mark_loaded_part
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.apply import parents_of, replace_module
+from lorakernels.modules.model.trained_parts import hand_over_originals
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import KINDS, cut
 from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead

@@ -28,8 +28,8 @@ from collections.abc import Collection, Iterable, Iterator
 from torch import nn
 
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path, matching
-from lorakernels.modules.experts import expert_layers, match_experts
-from lorakernels.modules.owners import check_owner
+from lorakernels.modules.experts.layer import expert_layers, match_experts
+from lorakernels.modules.model.owners import check_owner
 
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from lorakernels.modules.group import LoRALinearGroup, check_members
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.group.layer import LoRALinearGroup, check_members
+from lorakernels.modules.linear.lora import LoRALinear
 
 
 def group_projections(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.config import BlockScaling, DelayedScaling, Recipe
-from lorakernels.modules.weights import BYTES, check_plain, scales_shape
+from lorakernels.modules.linear.weights import BYTES, check_plain, scales_shape
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path
-from lorakernels.modules.experts import expert_layers, held_experts
-from lorakernels.modules.report_text import folded
-from lorakernels.modules.targets import all_linear, choose, counts_as_linear
+from lorakernels.modules.experts.layer import expert_layers, held_experts
+from lorakernels.modules.model.report_text import folded
+from lorakernels.modules.model.targets import all_linear, choose, counts_as_linear
 
 GATE_UP = "gate_up_proj"
 _MIXTRAL = {"gate": "gate.weight", "w1": GATE_UP, "w3": GATE_UP, "w2": "down_proj"}

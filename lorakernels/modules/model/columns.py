@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lorakernels.config import Recipe
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
 
 

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.linear.adapter_rows import AdapterRows, Alone, CallRows
-from lorakernels.modules.batch_input import ask_inputs
-from lorakernels.modules.batch_ranks import (
+from lorakernels.modules.batch.input import ask_inputs
+from lorakernels.modules.batch.ranks import (
     FACTORS,
     RefuseWider,
     check_dense,
     check_rests,
     within,
 )
-from lorakernels.modules.experts import expert_layers
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import check_enabled, lora_modules
-from lorakernels.modules.trained_parts import hidden_originals
+from lorakernels.modules.experts.layer import expert_layers
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.merge import check_enabled, lora_modules
+from lorakernels.modules.model.trained_parts import hidden_originals
 
 BASE = "__base__"  # PEFT's name of the base alone
 NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows

@@ -11,10 +11,10 @@ from torch import nn
 from lorakernels.autograd.linear.plan import ways_of_kinds
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
-from lorakernels.modules.group import GroupedLoRALinear
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.peft_mixtures import PEFTDifference
-from lorakernels.modules.report_text import lines_of
+from lorakernels.modules.group.layer import GroupedLoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.peft_mixtures import PEFTDifference
+from lorakernels.modules.model.report_text import lines_of
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import Place
 from lorakernels.recorded.routing import counted

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import refuse_held
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.state_entries import is_apart
-from lorakernels.modules.weights import dequantize_weight, quantize_weight
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import refuse_held
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.state_entries import is_apart
+from lorakernels.modules.linear.weights import dequantize_weight, quantize_weight
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Weight
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
 
 _T = TypeVar("_T")
 

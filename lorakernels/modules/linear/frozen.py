@@ -20,10 +20,10 @@ from lorakernels.autograd import (
     lora_linear,
 )
 from lorakernels.config import DelayedScaling, Recipe
-from lorakernels.modules.planned import planned_call
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.stored_weight import StoredWeight, frozen, is_sharded
-from lorakernels.modules.weights import quantize_weight
+from lorakernels.modules.linear.planned import planned_call
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.stored_weight import StoredWeight, frozen, is_sharded
+from lorakernels.modules.linear.weights import quantize_weight
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Handle, Numbers
 from lorakernels.values import Weight

@@ -8,7 +8,7 @@ transformers 5 holds experts as two stacked parameters, `gate_up_proj` [E, 2 F, 
 memory, at `….experts.gate_up_proj.3`, which `apply_lora` then adapts as any other.
 
 The tokens are sorted by their experts on the device. On Hopper, experts in FP8 with one scale each run as one stack
-(expert_stack.py). One launch computes them all, and a CUDA graph can hold it. Elsewhere they run one after the other,
+(stack.py). One launch computes them all, and a CUDA graph can hold it. Elsewhere they run one after the other,
 and the host waits once a layer to learn how many tokens each has.
 """
 
@@ -25,8 +25,8 @@ from torch._compile import _disable_dynamo
 
 from lorakernels.autograd.experts import ExpertSum, SwiGLU, grouped_linear
 from lorakernels.config import LoRAConfig, clean_path
-from lorakernels.modules.expert_classes import STACKED, why_not_experts
-from lorakernels.modules.expert_stack import stacked, why_not_stacked
+from lorakernels.modules.experts.classes import STACKED, why_not_experts
+from lorakernels.modules.experts.stack import stacked, why_not_stacked
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.ops.expert_route import routing as route
 
@@ -45,7 +45,7 @@ class LoRAExperts(nn.Module):
         act_fn: between them, of the gate's half.
 
     Raises:
-        TypeError: it computes something else than the module does (expert_classes.py).
+        TypeError: it computes something else than the module does (classes.py).
     """
 
     gate_up_proj: nn.ModuleList

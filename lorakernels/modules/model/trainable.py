@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.modules.holder import is_split
+from lorakernels.modules.linear.holder import is_split
 
 _COUNT, _PRINT = "get_nb_trainable_parameters", "print_trainable_parameters"
 

@@ -22,13 +22,13 @@ from lorakernels.autograd import (
 from lorakernels.autograd.linear.adapter_rows import AdapterRows, CallRows
 from lorakernels.autograd.linear.plan import way_of
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.initial import NAMES, Initial, initial_adapter, initial_of
-from lorakernels.modules.mergeable import MergeableLinear
-from lorakernels.modules.number import number
-from lorakernels.modules.planned import planned_call
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.state_entries import is_apart
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.initial import NAMES, Initial, initial_adapter, initial_of
+from lorakernels.modules.linear.mergeable import MergeableLinear
+from lorakernels.modules.linear.number import number
+from lorakernels.modules.linear.planned import planned_call
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.state_entries import is_apart
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
@@ -101,8 +101,8 @@ class LoRALinear(MergeableLinear):
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
-        lora_A_init, lora_B_init: buffers, there only after "olora" and "pissa" (modules/initial.py). `forward` computes
-            with them while `disable_adapters` is True, because the weight lacks their product.
+        lora_A_init, lora_B_init: buffers, there only after "olora" and "pissa" (modules/linear/initial.py). `forward`
+            computes with them while `disable_adapters` is True, because the weight lacks their product.
 
     Raises:
         TypeError: the adapter's dtype is not float32, bfloat16 or float16.

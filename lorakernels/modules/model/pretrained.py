@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.experts import LoRAExperts
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.lora import LoRALinear, first_plain_dtype
-from lorakernels.modules.state_entries import STATE_KEYS
+from lorakernels.modules.experts.layer import LoRAExperts
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.lora import LoRALinear, first_plain_dtype
+from lorakernels.modules.linear.state_entries import STATE_KEYS
 
 _METHOD = "save_pretrained"
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

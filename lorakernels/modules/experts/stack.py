@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.experts import Stack
 from lorakernels.device import capability_of
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.mergeable import MergeableLinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.mergeable import MergeableLinear
 from lorakernels.ops.grouped_linear_lora import why_not_sizes
 from lorakernels.ops.grouped_quantize_lora_down import MAX_RANK
 from lorakernels.state.fp8 import FP8State

@@ -11,23 +11,28 @@ import torch
 from torch import nn
 
 from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
-from lorakernels.modules.columns import join_state, joining
-from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen, to_lora
-from lorakernels.modules.experts import match_experts, unstack
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.frozen_targets import frozen_targets
-from lorakernels.modules.holder import refuse_held, refuse_rows_over_ranks
-from lorakernels.modules.initial import check_initial
-from lorakernels.modules.lora import LoRALinear, first_plain_dtype
-from lorakernels.modules.peft_mixtures import unlike_peft
-from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.report import LoRAReport
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear, match_saved, match_targets, warn_of_unused
-from lorakernels.modules.trainable import add_counts
-from lorakernels.modules.trained_parts import keep_original, mark_saved
-from lorakernels.modules.undo import all_or_nothing
-from lorakernels.modules.weights import check_plain
+from lorakernels.modules.experts.layer import match_experts, unstack
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import refuse_held, refuse_rows_over_ranks
+from lorakernels.modules.linear.initial import check_initial
+from lorakernels.modules.linear.lora import LoRALinear, first_plain_dtype
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.weights import check_plain
+from lorakernels.modules.model.columns import join_state, joining
+from lorakernels.modules.model.convert import check_block_size, check_fp8_linear, to_frozen, to_lora
+from lorakernels.modules.model.frozen_targets import frozen_targets
+from lorakernels.modules.model.peft_mixtures import unlike_peft
+from lorakernels.modules.model.pretrained import guard_saving
+from lorakernels.modules.model.report import LoRAReport
+from lorakernels.modules.model.targets import (
+    is_fp8_linear,
+    match_saved,
+    match_targets,
+    warn_of_unused,
+)
+from lorakernels.modules.model.trainable import add_counts
+from lorakernels.modules.model.trained_parts import keep_original, mark_saved
+from lorakernels.modules.model.undo import all_or_nothing
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.peft_config import HEADS
 from lorakernels.state.fp8 import FP8State

@@ -10,11 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.modules.apply import tied_pointers, untie
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.state_entries import apart
-from lorakernels.modules.trained_parts import hidden_originals, kept_parameters, swap_originals
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.state_entries import apart
+from lorakernels.modules.model.apply import tied_pointers, untie
+from lorakernels.modules.model.trained_parts import (
+    hidden_originals,
+    kept_parameters,
+    swap_originals,
+)
 
 
 def lora_modules(model: nn.Module) -> dict[str, LoRALinear]:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.config import BlockScaling, LoRAConfig, Recipe
-from lorakernels.modules.dora import kind_for
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear
-from lorakernels.modules.weights import in_blocks
+from lorakernels.modules.linear.dora import kind_for
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.weights import in_blocks
+from lorakernels.modules.model.targets import is_fp8_linear
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX
 from lorakernels.state.fp8 import FP8State

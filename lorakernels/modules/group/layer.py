@@ -32,10 +32,10 @@ from lorakernels.autograd import (
     traced_slot,
 )
 from lorakernels.device import in_backward
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.holder import refuse_split
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import is_active
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.holder import refuse_split
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import is_active
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Scaled, Weight

@@ -12,9 +12,9 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear, refuse_merged_batch
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear, refuse_merged_batch
 from lorakernels.state.fp8 import FP8State
 
 

@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from lorakernels.modules.owners import why_plain
-from lorakernels.modules.targets import check_class, counts_as_linear, quantized_with
+from lorakernels.modules.model.owners import why_plain
+from lorakernels.modules.model.targets import check_class, counts_as_linear, quantized_with
 
 _ROUTER = re.compile(r"(^|_)(gate|router)$")  # for a path's last name; not for gate_proj
 HOOKS = (  # the tables of an nn.Module
