@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # what _HOMES says at run time
     from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
     from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
     from lorakernels.checkpoints import Exported, check_export, export_model
-    from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-    from lorakernels.checkpoints.base_files import BaseFiles
-    from lorakernels.checkpoints.loading import Loaded, load_quantized
+    from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
+    from lorakernels.checkpoints.base.files import BaseFiles
+    from lorakernels.checkpoints.loading.load import Loaded, load_quantized
     from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
     from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
     from lorakernels.fusion.unload import merge_and_unload, unload
@@ -65,9 +65,9 @@ _HOMES = {  # {module: the public names that are imported from it}
     "autograd.bias_dropout_add": "bias_dropout_add get_bias_dropout_add",
     "autograd.loss": "linear_cross_entropy quantize_head",
     "checkpoints": "Exported check_export export_model",
-    "checkpoints.adapters": "load_adapter read_adapter save_adapter",
-    "checkpoints.base_files": "BaseFiles",
-    "checkpoints.loading": "Loaded load_quantized",
+    "checkpoints.adapters.files": "load_adapter read_adapter save_adapter",
+    "checkpoints.base.files": "BaseFiles",
+    "checkpoints.loading.load": "Loaded load_quantized",
     "config": "BlockScaling DelayedScaling LoRAConfig MMParams",
     "fusion.fuse": "FuseReport fuse unfuse",
     "fusion.unload": "merge_and_unload unload",

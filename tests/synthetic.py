@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lorakernels.checkpoints.shards import Read, reader
+from lorakernels.checkpoints.base.shards import Read, reader
 from lorakernels.train.errors import require
 from lorakernels.train.files import replace_file
 

@@ -41,6 +41,7 @@ ROOMS = {
         ("attention", "bias_dropout_add", "experts", "lent", "linear"),
         ("compiled", "decoder", "loss"),
     ),
+    "checkpoints": (("base",), ("adapters",), ("loading",), ("export",)),
     "modules": (("linear",), ("experts", "group"), ("model",), ("batch",)),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
 }

@@ -21,7 +21,7 @@ MORE = {
     ("lorakernels/autograd/compiled/linear.py", "_fake_backward"): SCHEMA,
     ("lorakernels/autograd/bias_dropout_add.py", "bias_dropout_add"): OPTIONS,
     ("lorakernels/autograd/loss.py", "linear_cross_entropy"): OPTIONS,
-    ("lorakernels/checkpoints/loading.py", "load_quantized"): OPTIONS,
+    ("lorakernels/checkpoints/loading/load.py", "load_quantized"): OPTIONS,
     ("lorakernels/loops/attached.py", "attach"): OPTIONS,
     ("lorakernels/modules/linear/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }

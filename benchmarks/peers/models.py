@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.texts import library_sources
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.checkpoints.shards import Read, TensorInfo
+from lorakernels.checkpoints.base.shards import Read, TensorInfo
 from lorakernels.train.byte_tokenizer import SPECIALS
 from lorakernels.train.flops import flops_per_token
 

@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("rich", reason="one of the ways is finetune's")
 
 from lorakernels import load_quantized  # noqa: E402
-from lorakernels.checkpoints.export import check_export  # noqa: E402
+from lorakernels.checkpoints.export.model import check_export  # noqa: E402
 from lorakernels.integrations.quantizer import LoRAKernelsConfig  # noqa: E402
 from lorakernels.train.errors import ModelError  # noqa: E402
 from lorakernels.train.model import load_model  # noqa: E402

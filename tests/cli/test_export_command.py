@@ -49,7 +49,7 @@ def test_export_s_options_are_checked_first(made, capsys):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_it_and_leaves_nothing(made, number, code, capsys, monkeypatch):
     monkeypatch.setattr(
-        "lorakernels.checkpoints.export.copy_files", lambda *a: os.kill(os.getpid(), number)
+        "lorakernels.checkpoints.export.model.copy_files", lambda *a: os.kill(os.getpid(), number)
     )
     before = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(

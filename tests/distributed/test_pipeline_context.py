@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lorakernels import load_adapter, save_adapter
-from lorakernels.checkpoints import adapters
+from lorakernels.checkpoints.adapters import files as adapters
 from lorakernels.parallel import (
     ContextParallel,
     PipelineParallel,

@@ -22,7 +22,7 @@ from lorakernels import (
     LoRALinear,
     apply_lora,
 )
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 
 transformers = pytest.importorskip("transformers")
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")

@@ -30,7 +30,7 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
-from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.dropout import dropout_keep, keep_scale

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import VocabularyHead, load_quantized, parallelize
-from lorakernels.checkpoints.shards import Directory
+from lorakernels.checkpoints.base.shards import Directory
 from lorakernels.parallel.ranks import comm
 from lorakernels.train import job
 from lorakernels.train.adapted import Meshes, add_adapters, load_adapted, lora_config

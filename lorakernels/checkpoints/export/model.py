@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.checkpoints.base_format import take_format
-from lorakernels.checkpoints.export_plan import Adapter, MergePlan, Out, plan_merge, read_adapter
-from lorakernels.checkpoints.file_names import Renamed, check_places, names_in_model
-from lorakernels.checkpoints.files import copy_files, write_config
-from lorakernels.checkpoints.loading import FP8Weight
-from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory, Source
-from lorakernels.checkpoints.skeleton import causal_lm, config_of
-from lorakernels.checkpoints.writer import (
+from lorakernels.checkpoints.base.file_names import Renamed, check_places, names_in_model
+from lorakernels.checkpoints.base.format import take_format
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source
+from lorakernels.checkpoints.base.skeleton import causal_lm, config_of
+from lorakernels.checkpoints.export.files import copy_files, write_config
+from lorakernels.checkpoints.export.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.export.writer import (
     DTYPES,
     ShardWriter,
     new_directory,
     recover,
     write_json,
 )
+from lorakernels.checkpoints.loading.load import FP8Weight
 from lorakernels.modules.linear.lora import delta_of
 from lorakernels.modules.model.convert import dequantize
 from lorakernels.numerics.blocks import quantize_weight_blocks

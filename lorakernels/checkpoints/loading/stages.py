@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lorakernels.checkpoints.stand_ins import StandIns
+from lorakernels.checkpoints.loading.stand_ins import StandIns
 from lorakernels.parallel.pipeline.check import check, check_ranks, places_of
 from lorakernels.parallel.pipeline.cut import Cut, stages_of
 from lorakernels.parallel.ranks.group import Ranks

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapter_keys import PREFIX
+from lorakernels.checkpoints.adapters.keys import PREFIX
 from lorakernels.config import clean_path
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.initial import initial_of

@@ -3,7 +3,7 @@
 
 W′ = W − s · B0 A0 is what the layer holds. W′ + s · B A = W + s · [B, −B0] [A; A0], so the file fits W.
 PEFT writes the same with `save_pretrained(path_initial_model_for_weight_conversion=…)`. The scaling s is the same:
-`describe` (adapter_rules.py) writes the alpha that gives it at the rank 2 R.
+`describe` (rules.py) writes the alpha that gives it at the rank 2 R.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapter_keys import PREFIX, Slot
+from lorakernels.checkpoints.adapters.keys import PREFIX, Slot
 from lorakernels.config import clean_path
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear

@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.base_format import BLOCK, take_format
-from lorakernels.checkpoints.expert_files import with_experts
-from lorakernels.checkpoints.file_names import Renamed, names_in_model
-from lorakernels.checkpoints.loading_plan import Plan
-from lorakernels.checkpoints.sharded_loading import ShardedWeights
-from lorakernels.checkpoints.shards import Directory, Source
-from lorakernels.checkpoints.skeleton import build, config_of, read_generation_config
-from lorakernels.checkpoints.stage_loading import OtherStages, Stages
-from lorakernels.checkpoints.tensor_loading import Split, TensorParts
+from lorakernels.checkpoints.base.expert_files import with_experts
+from lorakernels.checkpoints.base.file_names import Renamed, names_in_model
+from lorakernels.checkpoints.base.format import BLOCK, take_format
+from lorakernels.checkpoints.base.shards import Directory, Source
+from lorakernels.checkpoints.base.skeleton import build, config_of, read_generation_config
+from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.sharded import ShardedWeights
+from lorakernels.checkpoints.loading.stages import OtherStages, Stages
+from lorakernels.checkpoints.loading.tensor import Split, TensorParts
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.experts.layer import LoRAExperts, restack

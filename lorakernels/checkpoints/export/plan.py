@@ -19,24 +19,28 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapter_keys import (
+from lorakernels.checkpoints.adapters.embeddings import (
+    check_embeddings,
+    is_same_base,
+    take_embeddings,
+)
+from lorakernels.checkpoints.adapters.keys import (
     check_keys,
     expected_slots,
     stacks_of,
     without_peft_copies,
 )
-from lorakernels.checkpoints.base_format import E4M3
-from lorakernels.checkpoints.embeddings import check_embeddings, is_same_base, take_embeddings
-from lorakernels.checkpoints.expert_files import ExpertPart, expert_parts
-from lorakernels.checkpoints.file_names import Renamed
-from lorakernels.checkpoints.loading_plan import holders_of
-from lorakernels.checkpoints.peft_format import (
+from lorakernels.checkpoints.adapters.peft_format import (
     CONFIG_NAME,
     WEIGHTS_NAME,
     read_config,
     read_weights,
 )
-from lorakernels.checkpoints.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.expert_files import ExpertPart, expert_parts
+from lorakernels.checkpoints.base.file_names import Renamed
+from lorakernels.checkpoints.base.format import E4M3
+from lorakernels.checkpoints.base.shards import Source, TensorInfo
+from lorakernels.checkpoints.loading.plan import holders_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.experts.layer import named_parameters
 from lorakernels.modules.model.targets import match_saved, match_targets

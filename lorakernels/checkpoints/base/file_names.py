@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lorakernels.checkpoints.base_format import of_input
-from lorakernels.checkpoints.shards import Read, Source
+from lorakernels.checkpoints.base.format import of_input
+from lorakernels.checkpoints.base.shards import Read, Source
 
 _SCALE = "_scale_inv"
 # Old checkpoints store these tensors for each layer. Models compute them.

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.checkpoints.adapter_keys import bias_mode
+from lorakernels.checkpoints.adapters.keys import bias_mode
 from lorakernels.config import LoRAConfig, clean_path, matching
 from lorakernels.modules.experts.layer import expert_layers
 from lorakernels.modules.linear.initial import initial_of

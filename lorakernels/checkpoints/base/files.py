@@ -7,9 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lorakernels.checkpoints.base_format import check_whole_blocks, format_of, undeclare
-from lorakernels.checkpoints.file_names import check_all_used
-from lorakernels.checkpoints.shards import Directory
+from lorakernels.checkpoints.base.file_names import check_all_used
+from lorakernels.checkpoints.base.format import check_whole_blocks, format_of, undeclare
+from lorakernels.checkpoints.base.shards import Directory
 
 
 class BaseFiles:

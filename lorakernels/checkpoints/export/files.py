@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lorakernels.checkpoints.base_format import undeclare
-from lorakernels.checkpoints.export_plan import MergePlan
-from lorakernels.checkpoints.writer import write_json
+from lorakernels.checkpoints.base.format import undeclare
+from lorakernels.checkpoints.export.plan import MergePlan
+from lorakernels.checkpoints.export.writer import write_json
 
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.checkpoints.base_format import of_input
-from lorakernels.checkpoints.file_names import left_out
-from lorakernels.checkpoints.shards import TensorInfo
+from lorakernels.checkpoints.base.file_names import left_out
+from lorakernels.checkpoints.base.format import of_input
+from lorakernels.checkpoints.base.shards import TensorInfo
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.experts.layer import expert_layers
 from lorakernels.modules.model.frozen_targets import frozen_targets

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorakernels.checkpoints.shards import INDEX, SINGLE, Directory, Source, TensorInfo
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source, TensorInfo
 
 E4M3 = "F8_E4M3"
 BLOCK = (128, 128)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.shards import Source, TensorInfo
 from lorakernels.modules.experts.classes import STACKED
 from lorakernels.modules.experts.layer import LoRAExperts, stacked_experts, unstack_owner
 

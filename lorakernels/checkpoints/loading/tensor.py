@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.loading_plan import Plan
-from lorakernels.checkpoints.stand_ins import StandIns
+from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.stand_ins import StandIns
 from lorakernels.config import BlockScaling, Recipe
 from lorakernels.modules.linear.frozen import quantize_weight
 from lorakernels.modules.model.convert import dequantize, held_weight

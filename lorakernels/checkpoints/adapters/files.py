@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and load adapters in PEFT's file format.
 
-An adapter is a directory with adapter_config.json (peft_format.py) and adapter_model.safetensors (adapter_keys.py).
+An adapter is a directory with adapter_config.json (peft_format.py) and adapter_model.safetensors (keys.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapter_keys import (
+from lorakernels.checkpoints.adapters.embeddings import (
+    check_embeddings,
+    put_embeddings,
+    resized_embeddings,
+    take_embeddings,
+)
+from lorakernels.checkpoints.adapters.initial import (
+    check_initial_values,
+    check_scalings,
+    join_initial,
+    split_initial,
+    widen,
+)
+from lorakernels.checkpoints.adapters.keys import (
     ADAPTER_ENDS,
     PREFIX,
     adapter_tensors,
@@ -27,27 +40,14 @@ from lorakernels.checkpoints.adapter_keys import (
     stacks_of,
     without_peft_copies,
 )
-from lorakernels.checkpoints.adapter_rules import describe, warn_of_peft
-from lorakernels.checkpoints.embeddings import (
-    check_embeddings,
-    put_embeddings,
-    resized_embeddings,
-    take_embeddings,
-)
-from lorakernels.checkpoints.initial_adapters import (
-    check_initial_values,
-    check_scalings,
-    join_initial,
-    split_initial,
-    widen,
-)
-from lorakernels.checkpoints.peft_format import (
+from lorakernels.checkpoints.adapters.peft_format import (
     WEIGHTS_NAME,
     read_config,
     read_weights,
     to_peft_dict,
     write_files,
 )
+from lorakernels.checkpoints.adapters.rules import describe, warn_of_peft
 from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
@@ -80,7 +80,7 @@ def save_adapter(
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, it is
     the config's, or else "CAUSAL_LM" for a causal LM of transformers. After "olora" and "pissa" the file has twice the
-    rank and fits the unchanged base (initial_adapters.py).
+    rank and fits the unchanged base (initial.py).
 
     After `resize_token_embeddings` the file also has the embedding and the head, as PEFT's, and a warning says so. The
     base's vocabulary is looked up in its config.json, in a directory or the Hub's cache.
