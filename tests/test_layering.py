@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -35,6 +36,7 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TRAIN = "errors progress files options ranks data model optimizer layouts run model_card jobs adapted job demo"
 # Rooms of a package, its folders and the files beside them, lowest first. Its __init__ may import from all.
 ROOMS = {
     "autograd": (
@@ -44,7 +46,9 @@ ROOMS = {
     "checkpoints": (("base",), ("adapters",), ("loading",), ("export",)),
     "modules": (("linear",), ("experts", "group"), ("model",), ("batch",)),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
+    "train": tuple((room,) for room in TRAIN.split()),
 }
+LONGEST_FOLDER = 20  # Python files
 TOOLS = {"cli/doctor.py"}  # shows what is inside
 SCRIPT = 'if __name__ == "__main__":'
 
@@ -102,6 +106,12 @@ def test_every_module_has_a_layer() -> None:
 def test_imports_go_down() -> None:
     wrong = {path: upward((ROOT / "lorakernels" / path).read_text(), path) for path in SOURCES}
     assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_a_folder_has_at_most_twenty_files() -> None:
+    """Then it shows what it is about. ops/ has a file for each op."""
+    counts = Counter(path.rpartition("/")[0] for path in SOURCES)
+    assert {f: n for f, n in counts.items() if n > LONGEST_FOLDER and f != "ops"} == {}
 
 
 def room_of(path: str) -> str:
@@ -304,11 +314,11 @@ def test_the_check_of_benchmarks(path: str, line: str, found: list[str]) -> None
         ),
         ("config.py", "from lorakernels import LoRALinear", ["lorakernels.LoRALinear"]),
         (
-            "train/loop.py",
+            "train/run/loop.py",
             "from lorakernels.modules.model.merge import x",
             ["lorakernels.modules.model.merge.x"],
         ),
-        ("train/loop.py", "from lorakernels import apply_lora", []),
+        ("train/run/loop.py", "from lorakernels import apply_lora", []),
         ("modules/a.py", "from .b import c\nimport torch", []),
     ],
 )

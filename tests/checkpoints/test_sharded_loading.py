@@ -19,7 +19,7 @@ from lorakernels.modules.linear.holder import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.parallel.base import stores
 from lorakernels.parallel.ranks import comm
-from lorakernels.train.model import reproducible
+from lorakernels.train.model.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage
 from tests.processes import on_ranks

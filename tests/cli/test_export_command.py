@@ -11,7 +11,7 @@ import pytest
 
 from lorakernels.cli.__main__ import main
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.options.options import FinetuneOptions
 from tests.checkpoints.exported import reload, write_adapter, write_base
 
 

@@ -13,7 +13,7 @@ from lorakernels.cli import plan as command
 from lorakernels.cli.__main__ import main
 from lorakernels.cli.plan import SEQ_LEN
 from lorakernels.planner.machine import MACHINES
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.options.options import FinetuneOptions
 
 LLAMA = {
     "model_type": "llama",

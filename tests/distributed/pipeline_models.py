@@ -19,7 +19,7 @@ from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.parallel import ContextParallel, PipelineParallel, pipeline_parallel
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.tensor.head import sum_of_losses
-from lorakernels.train.loss import changed
+from lorakernels.train.model.loss import changed
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import gradients_at
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state

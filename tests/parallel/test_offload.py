@@ -18,7 +18,7 @@ from lorakernels import BlockScaling, fuse
 from lorakernels.parallel import Offload, shard_base
 from lorakernels.parallel.base.offload import divide
 from lorakernels.parallel.base.pinned import PAGE, Pinned
-from lorakernels.train.model import reproducible
+from lorakernels.train.model.model import reproducible
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, batches, compare, loss_of, make
 from tests.distributed.test_sharded_graphs import Loop, trained
 from tests.fusion.fused_models import an_adapter

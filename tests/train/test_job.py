@@ -20,11 +20,11 @@ import yaml
 from lorakernels import BlockScaling, LoRAConfig
 from lorakernels.cli.__main__ import main
 from lorakernels.train import demo
-from lorakernels.train.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 from lorakernels.train.errors import ON_DEMAND
 from lorakernels.train.job import few_steps, fingerprint
-from lorakernels.train.model import load_model, load_tokenizer
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.model.model import load_model, load_tokenizer
+from lorakernels.train.options.options import FinetuneOptions
 from tests.train.test_job_refusals import copy_of, small_vocabulary
 
 Cli = Callable[..., int]
@@ -256,7 +256,7 @@ def test_help_imports_no_heavy_library() -> None:
 
 def test_config_of_the_adapter_follows_the_options() -> None:
     from lorakernels.train.adapted import lora_config
-    from lorakernels.train.options import FinetuneOptions
+    from lorakernels.train.options.options import FinetuneOptions
 
     options = FinetuneOptions(r=3, use_rslora=True, fp8=False)
     expected = LoRAConfig(

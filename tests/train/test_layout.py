@@ -16,10 +16,10 @@ import torch
 from lorakernels import BlockScaling, LoRAConfig, ShardPlan
 from lorakernels.parallel.base.offload import divide
 from lorakernels.train.errors import OptionError
-from lorakernels.train.layout import Gpus, planned
-from lorakernels.train.model import ALLOCATOR
-from lorakernels.train.option_sources import resolve
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.layouts.auto import Gpus, planned
+from lorakernels.train.model.model import ALLOCATOR
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.options.sources import resolve
 
 LORA = LoRAConfig(target_modules="all-linear")
 WIDTHS = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}
@@ -43,7 +43,7 @@ def test_the_plan_s_choice_becomes_the_options(options: FinetuneOptions) -> None
     said: list[str] = []
     gpus = Gpus("H200", 30_000_000_000, 2)
     found = planned(options, LORA, gpus, said.append)
-    from lorakernels.train.preflight import read_config
+    from lorakernels.train.model.preflight import read_config
 
     config = read_config(Path(str(options.model)))
     plan = ShardPlan.of(config, gpus.memory, (4, 2048), 2, lora=LORA)
@@ -193,7 +193,7 @@ def test_torch_reads_the_allocator_s_variable_after_it_is_imported(device: str) 
         pytest.skip("this torch tells its allocator's settings on a GPU alone")
     lines = (
         "import torch",
-        "from lorakernels.train.model import keep_large_blocks_whole",
+        "from lorakernels.train.model.model import keep_large_blocks_whole",
         "keep_large_blocks_whole()",
         "torch.cuda.is_available() and torch.cuda.device_count()",
         "print(torch._C._accelerator_getAllocatorSettings())"
