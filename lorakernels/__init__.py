@@ -14,11 +14,11 @@ from lorakernels.lazy import submodule
 
 if TYPE_CHECKING:  # what _HOMES says at run time
     from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
-    from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
+    from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
     from lorakernels.checkpoints import Exported, check_export, export_model
-    from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-    from lorakernels.checkpoints.base_files import BaseFiles
-    from lorakernels.checkpoints.loading import Loaded, load_quantized
+    from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
+    from lorakernels.checkpoints.base.files import BaseFiles
+    from lorakernels.checkpoints.loading.load import Loaded, load_quantized
     from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
     from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
     from lorakernels.fusion.unload import merge_and_unload, unload
@@ -39,13 +39,12 @@ if TYPE_CHECKING:  # what _HOMES says at run time
         training_state_dict,
         unmerge_lora,
     )
-    from lorakernels.modules.angles import angles_by_document
-    from lorakernels.modules.logits import change_of_logits
+    from lorakernels.modules.model.angles import angles_by_document
+    from lorakernels.modules.model.logits import change_of_logits
     from lorakernels.parallel import (
         ContextParallel,
         Microbatch,
         PipelineParallel,
-        ShardPlan,
         TensorParallel,
         VocabularyHead,
         context_parallel,
@@ -53,8 +52,9 @@ if TYPE_CHECKING:  # what _HOMES says at run time
         pipeline_parallel,
         shard_base,
     )
-    from lorakernels.parallel.offload import Offload
-    from lorakernels.plan_axes import PlanAxes
+    from lorakernels.parallel.base.offload import Offload
+    from lorakernels.planner.axes import PlanAxes
+    from lorakernels.planner.plan import ShardPlan
     from lorakernels.state.fp8 import FP8State
     from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
     from lorakernels.values import LogitChange
@@ -63,11 +63,11 @@ __version__ = "0.1.0"
 
 _HOMES = {  # {module: the public names that are imported from it}
     "autograd.bias_dropout_add": "bias_dropout_add get_bias_dropout_add",
-    "autograd.linear_cross_entropy": "linear_cross_entropy quantize_head",
+    "autograd.loss": "linear_cross_entropy quantize_head",
     "checkpoints": "Exported check_export export_model",
-    "checkpoints.adapters": "load_adapter read_adapter save_adapter",
-    "checkpoints.base_files": "BaseFiles",
-    "checkpoints.loading": "Loaded load_quantized",
+    "checkpoints.adapters.files": "load_adapter read_adapter save_adapter",
+    "checkpoints.base.files": "BaseFiles",
+    "checkpoints.loading.load": "Loaded load_quantized",
     "config": "BlockScaling DelayedScaling LoRAConfig MMParams",
     "fusion.fuse": "FuseReport fuse unfuse",
     "fusion.unload": "merge_and_unload unload",
@@ -75,12 +75,13 @@ _HOMES = {  # {module: the public names that are imported from it}
     "loops.rehearsal": "rehearsal",
     "modules": "AdapterBatch FrozenFP8Linear LoRAExperts LoRALinear LoRALinearGroup LoRAReport apply_lora "
     "batch_adapters disable_lora group_projections merge_lora training_state_dict unmerge_lora",
-    "modules.angles": "angles_by_document",
-    "modules.logits": "change_of_logits",
-    "parallel": "ContextParallel Microbatch PipelineParallel ShardPlan TensorParallel VocabularyHead "
-    "context_parallel parallelize pipeline_parallel shard_base",
-    "parallel.offload": "Offload",
-    "plan_axes": "PlanAxes",
+    "modules.model.angles": "angles_by_document",
+    "modules.model.logits": "change_of_logits",
+    "parallel": "ContextParallel Microbatch PipelineParallel TensorParallel VocabularyHead context_parallel "
+    "parallelize pipeline_parallel shard_base",
+    "parallel.base.offload": "Offload",
+    "planner.axes": "PlanAxes",
+    "planner.plan": "ShardPlan",
     "state.fp8": "FP8State",
     "state.philox": "PhiloxState PhiloxStates model_parallel_states",
     "values": "LogitChange",

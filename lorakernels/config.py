@@ -226,7 +226,8 @@ class LoRAConfig(NotPeft):
 
     `target_parameters` names the stacked weights of experts, "experts.gate_up_proj", as in PEFT, and takes no dropout.
     `fp8=None` keeps the base weight in its own dtype. "olora", "pissa" and "pissa_niter_N" start from the base weight
-    and change it, as in PEFT: `lorakernels.modules.initial` has the formulas. `task_type` goes into the adapter's file.
+    and change it, as in PEFT: `lorakernels.modules.linear.initial` has the formulas. `task_type` goes into the
+    adapter's file.
 
     Raises:
         TypeError, ValueError: a field has a wrong type or value, or two fields do not fit together.

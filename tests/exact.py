@@ -25,7 +25,7 @@ def error_in_eps(found: Tensor, exact: Tensor, size: Tensor, eps: float) -> floa
 def exact_lora(
     layer: LoRALinear, x: Tensor, dy: Tensor, keep: Tensor | None, p: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """{name: (value, size)} of y, dx, dA, dB, dbias in float64, by the formulas of autograd/lora_linear.py.
+    """{name: (value, size)} of y, dx, dA, dB, dbias in float64, by the formulas of autograd/linear/lora_linear.py.
 
     They take the values that the kernels see.
 

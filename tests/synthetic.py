@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from lorakernels.checkpoints.shards import Read, reader
+from lorakernels.checkpoints.base.shards import Read, reader
 from lorakernels.train.errors import require
-from lorakernels.train.files import replace_file
+from lorakernels.train.files.files import replace_file
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 POOL = 1 << 24

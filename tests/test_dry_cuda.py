@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import _C, DelayedScaling, FP8State, LoRAConfig, LoRALinear, device
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from lorakernels.values import RankSizes, Scale, Sizes, Where
 from tests.dry_cuda import CAPABILITY, STREAM, dry_cuda
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, run, tokens

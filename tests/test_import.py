@@ -141,7 +141,16 @@ for path in sys.argv[1].split():
 def test_submodules_are_attributes() -> None:
     """The name before brings some of their packages, but not all that is in these."""
     home = Path(lorakernels.__file__).parent
-    folders = ("autograd", "checkpoints", "fusion", "kernels", "loops", "modules", "ops", "plans")
+    folders = (
+        "autograd",
+        "checkpoints",
+        "fusion",
+        "kernels",
+        "loops",
+        "modules",
+        "ops",
+        "recorded",
+    )
     files = [path for name in folders for path in home.glob(f"{name}/**/*.py")]
     paths = [path.relative_to(home).with_suffix("").as_posix().replace("/", ".") for path in files]
     run(REACH, " ".join(path.removesuffix(".__init__") for path in paths))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,17 @@ ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
     ("peft_config",),
-    ("_C", "config", "graphs", "installed", "lazy", "plan_axes", "values"),
+    ("_C", "config", "graphs", "installed", "lazy", "values"),
     ("device",),
     ("numerics",),
     ("kernels",),
     ("ops",),
-    ("state", "plans"),
+    ("state", "recorded"),
     ("autograd",),
     ("modules",),
     ("fusion",),
     ("parallel",),
-    ("checkpoints", "loops"),
+    ("checkpoints", "loops", "planner"),
     ("",),
     ("integrations",),
     ("train",),
@@ -34,6 +36,19 @@ LAYERS = (
     ("__main__",),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+TRAIN = "errors progress files options ranks data model optimizer layouts run model_card jobs adapted job demo"
+# Rooms of a package, its folders and the files beside them, lowest first. Its __init__ may import from all.
+ROOMS = {
+    "autograd": (
+        ("attention", "bias_dropout_add", "experts", "lent", "linear"),
+        ("compiled", "decoder", "loss"),
+    ),
+    "checkpoints": (("base",), ("adapters",), ("loading",), ("export",)),
+    "modules": (("linear",), ("experts", "group"), ("model",), ("batch",)),
+    "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
+    "train": tuple((room,) for room in TRAIN.split()),
+}
+LONGEST_FOLDER = 20  # Python files
 TOOLS = {"cli/doctor.py"}  # shows what is inside
 SCRIPT = 'if __name__ == "__main__":'
 
@@ -91,6 +106,112 @@ def test_every_module_has_a_layer() -> None:
 def test_imports_go_down() -> None:
     wrong = {path: upward((ROOT / "lorakernels" / path).read_text(), path) for path in SOURCES}
     assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def test_a_folder_has_at_most_twenty_files() -> None:
+    """Then it shows what it is about. ops/ has a file for each op."""
+    counts = Counter(path.rpartition("/")[0] for path in SOURCES)
+    assert {f: n for f, n in counts.items() if n > LONGEST_FOLDER and f != "ops"} == {}
+
+
+def room_of(path: str) -> str:
+    """The folder of the package that has `path` (relative to lorakernels/), or the file beside the folders."""
+    return path.split("/")[1].removesuffix(".py")
+
+
+def upward_in_package(text: str, path: str) -> list[str]:
+    """Imports of `path` from rooms of its own package that its room may not make, the package itself included."""
+    package, here = path.split("/")[0], room_of(path)
+    rank = {room: i for i, rooms in enumerate(ROOMS[package]) for room in rooms}
+    home = f"lorakernels.{package}."
+    names = imports(text, ".".join(["lorakernels", *path.split("/")[:-1]]))
+    rooms = {name: name.split(".")[2] for name in names if name.startswith(home)}
+    return [
+        name
+        for name, room in rooms.items()
+        if room != here and rank.get(room, len(rank)) >= rank[here]
+    ]
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_between_rooms_go_down(package: str) -> None:
+    paths = [path for path in SOURCES if path.startswith(f"{package}/")]
+    paths.remove(f"{package}/__init__.py")
+    rooms = [room for rank in ROOMS[package] for room in rank]
+    assert {room_of(path) for path in paths} == set(rooms), f"every room has a place in {package}"
+    wrong = {p: upward_in_package((ROOT / "lorakernels" / p).read_text(), p) for p in paths}
+    assert {path: names for path, names in wrong.items() if names} == {}
+
+
+def at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The import statements that run when a module with this body is imported."""
+    for node in body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        elif isinstance(node, (ast.If, ast.Try, ast.With, ast.ClassDef)):
+            checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            yield from at_import([] if checked else node.body)
+            yield from at_import(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from at_import(handler.body)
+
+
+def circle(texts: dict[str, str]) -> list[str]:
+    """Modules that import each other when one of them is imported; none without a circle. `texts`: by module name."""
+    needs = {}
+    for name, text in texts.items():
+        code = "\n".join(map(ast.unparse, at_import(ast.parse(text).body)))
+        names = set(imports(code, name.rpartition(".")[0]))
+        needs[name] = {n if n in texts else n.rpartition(".")[0] for n in names} - {name}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_circle_of_files() -> None:
+    texts = {}
+    for path in SOURCES:
+        name = path.removesuffix(".py").removesuffix("__init__").replace("/", ".").rstrip(".")
+        texts[f"lorakernels.{name}".rstrip(".")] = (ROOT / "lorakernels" / path).read_text()
+    assert circle(texts) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("from p.a import x", ["p.a", "p.b", "p.a"]),
+        ("try:\n    import p.a\nexcept ImportError:\n    pass", ["p.a", "p.b", "p.a"]),
+        ("def f():\n    from p.a import x", []),
+        ("if TYPE_CHECKING:\n    from p.a import x", []),
+    ],
+    ids=["plain", "tried", "in-function", "for-types"],
+)
+def test_the_check_of_circles(line: str, found: list[str]) -> None:
+    assert circle({"p": "", "p.a": "from p import b", "p.b": line}) == found
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "found"),
+    [
+        (
+            "parallel/base/x.py",
+            "def f():\n    from lorakernels.parallel.tensor.split import Cut",
+            ["lorakernels.parallel.tensor.split.Cut"],
+        ),
+        (
+            "parallel/ranks/x.py",
+            "from lorakernels.parallel import Offload",
+            ["lorakernels.parallel.Offload"],
+        ),
+        ("parallel/context/x.py", "from lorakernels.parallel.ranks import comm", []),
+        ("parallel/ranks/x.py", "from lorakernels.parallel.ranks import comm", []),
+    ],
+    ids=["same-rank", "of-the-package", "down", "own-room"],
+)
+def test_the_check_of_rooms(path: str, line: str, found: list[str]) -> None:
+    assert upward_in_package(line, path) == found
 
 
 def test_graphs_knows_nothing_of_lorakernels() -> None:
@@ -188,16 +309,16 @@ def test_the_check_of_benchmarks(path: str, line: str, found: list[str]) -> None
         ("kernels/x.py", "from ..autograd import f", ["lorakernels.autograd.f"]),
         (
             "state/fp8.py",
-            "def f():\n    import lorakernels.modules.lora",
-            ["lorakernels.modules.lora"],
+            "def f():\n    import lorakernels.modules.linear.lora",
+            ["lorakernels.modules.linear.lora"],
         ),
         ("config.py", "from lorakernels import LoRALinear", ["lorakernels.LoRALinear"]),
         (
-            "train/loop.py",
-            "from lorakernels.modules.merge import x",
-            ["lorakernels.modules.merge.x"],
+            "train/run/loop.py",
+            "from lorakernels.modules.model.merge import x",
+            ["lorakernels.modules.model.merge.x"],
         ),
-        ("train/loop.py", "from lorakernels import apply_lora", []),
+        ("train/run/loop.py", "from lorakernels import apply_lora", []),
         ("modules/a.py", "from .b import c\nimport torch", []),
     ],
 )

@@ -15,15 +15,15 @@ LINES = 500
 SCHEMA = "torch.library reads the op's flat schema off its signature"
 OPTIONS = "an entry point whose options are keywords"
 MORE = {
-    ("lorakernels/autograd/compiled_linear.py", "compiled_linear_forward"): SCHEMA,
-    ("lorakernels/autograd/compiled_linear.py", "_fake_forward"): SCHEMA,
-    ("lorakernels/autograd/compiled_linear.py", "compiled_linear_backward"): SCHEMA,
-    ("lorakernels/autograd/compiled_linear.py", "_fake_backward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "compiled_linear_forward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "_fake_forward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "compiled_linear_backward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "_fake_backward"): SCHEMA,
     ("lorakernels/autograd/bias_dropout_add.py", "bias_dropout_add"): OPTIONS,
-    ("lorakernels/autograd/linear_cross_entropy.py", "linear_cross_entropy"): OPTIONS,
-    ("lorakernels/checkpoints/loading.py", "load_quantized"): OPTIONS,
+    ("lorakernels/autograd/loss.py", "linear_cross_entropy"): OPTIONS,
+    ("lorakernels/checkpoints/loading/load.py", "load_quantized"): OPTIONS,
     ("lorakernels/loops/attached.py", "attach"): OPTIONS,
-    ("lorakernels/modules/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
+    ("lorakernels/modules/linear/lora.py", "__init__"): "nn.Linear's five, and what makes it FP8",
 }
 SOURCES = sorted(  # with the extension's functions, in _C.pyi
     path

@@ -32,7 +32,7 @@ from torch import Tensor
 from benchmarks.lib.op_bench import Bench, Option, Setting, main
 from benchmarks.lib.rows import Row
 from benchmarks.lib.timing import NOT_TIMED
-from lorakernels.autograd.attention import attend, attend_packed, choose, choose_packed
+from lorakernels.autograd.attention.choose import attend, attend_packed, choose, choose_packed
 
 GPU_SHAPES = ["4096x32x8x128", "8192x64x8x128", "4096x32x8x64", "8192x32x8x128"]
 CPU_SHAPES = ["48x4x2x32"]

@@ -36,7 +36,7 @@ from benchmarks.lib.rows import Row
 from benchmarks.lib.timing import NOT_TIMED
 from benchmarks.peers.base import Unavailable, relative_error
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.modules.experts import LoRAExperts
+from lorakernels.modules.experts.layer import LoRAExperts
 
 GPU_SHAPES = ["8x4096x14336x2", "64x2048x1024x2", "128x2048x768x8"]
 CPU_SHAPES = ["4x32x48x2"]

@@ -25,7 +25,7 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, plain_model, token_rows
 from benchmarks.peers.training import HfPeft, Training
 from lorakernels import LoRAConfig, apply_lora, fuse
-from lorakernels.train.metrics import read_metrics
+from lorakernels.train.run.metrics import read_metrics
 
 Found = dict[str, Any]
 WIDTHS_1B = {

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks.peers.models import SPECS, Spec, dtype_of, empty_model, value
 from benchmarks.peers.texts import library_sources
-from lorakernels.train.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 
 SHARD = 1 << 30  # bytes, about
 WRITERS = 4

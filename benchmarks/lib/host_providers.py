@@ -59,7 +59,7 @@ class Made:
 def by_the_ops() -> AbstractContextManager[None]:
     """Everything goes through the ops, as under torch.compile, and nothing by a plan."""
     try:
-        routing = importlib.import_module("lorakernels.plans.routing")
+        routing = importlib.import_module("lorakernels.recorded.routing")
     except ImportError as error:
         raise Unavailable(f"there are no plans to go without ({error})") from error
     context: AbstractContextManager[None] = routing.without_plans()

@@ -22,11 +22,11 @@ from benchmarks.peers.training import Ours, fill_adapters, set_adapters
 from lorakernels import LoRAConfig
 from lorakernels.fusion.memory import SAVE, LayerSize, kept_bytes
 from lorakernels.parallel import context_parallel, parallelize
-from lorakernels.parallel.plan import ShardPlan, predict
-from lorakernels.parallel.plan_machine import MACHINES, Machine
-from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
-from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import Batch
+from lorakernels.planner.machine import MACHINES, Machine
+from lorakernels.planner.memory import Placement, bytes_of, kept_of, saves_within
+from lorakernels.planner.plan import ShardPlan, predict
+from lorakernels.planner.size import ModelSize
+from lorakernels.planner.time import Batch
 
 CONNECTED = 1 << 22  # numbers of an all-reduce for which NCCL connects the ranks as for gradients
 KINDS = ("alone", "dp", "sharded", "tp", "cp")

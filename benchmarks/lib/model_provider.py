@@ -19,7 +19,7 @@ from benchmarks.lib.workers import reason_of
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import SPECS
 from benchmarks.peers.training import HfPeft, HfTe, Ours, OursInBlocks, Training
-from lorakernels.train.flops import Peak, find_peak
+from lorakernels.train.model.flops import Peak, find_peak
 
 PROVIDERS: dict[str, Callable[..., Training]] = {
     "hf + peft bf16": HfPeft,

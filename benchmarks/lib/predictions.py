@@ -10,12 +10,12 @@ import torch
 from benchmarks.lib.rows import Row, ratio
 from benchmarks.peers.training import Ours
 from lorakernels.parallel import ShardedBase
-from lorakernels.parallel.layers import shapes_of
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES, Machine
-from lorakernels.parallel.plan_memory import Placement
-from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import Batch
+from lorakernels.parallel.base.layers import shapes_of
+from lorakernels.planner.machine import MACHINES, Machine
+from lorakernels.planner.memory import Placement
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ModelSize
+from lorakernels.planner.time import Batch
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from lorakernels import (
     linear_cross_entropy,
     quantize_head,
 )
-from lorakernels.modules.merge import lora_modules
+from lorakernels.modules.model.merge import lora_modules
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 REFERENCE = "hf + peft bf16"

@@ -25,7 +25,7 @@ from benchmarks.peers.models import ADAPTED, ALPHA, RANK, P, Spec
 from lorakernels import fuse
 from lorakernels.integrations.collators import FixedShapes
 from lorakernels.integrations.transformers import LoRAKernelsCallback
-from lorakernels.train.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 
 LORA = {
     "r": RANK,

@@ -12,7 +12,7 @@ has a process of its own, one after the other. Columns:
     J/step               the GPU's energy in the same steps, by NVML's counter
     CPU ms               the host's time to enqueue a step on an idle device
     peak GiB             of tensors; "reserved GiB" is the allocator's, graphs included. Both are the most of a run
-    TFLOP/s, MFU %       by train/flops.py, without recomputation, attention as if not causal; "of" names the peak
+    TFLOP/s, MFU %       by train/model/flops.py, without recomputation, attention as if not causal; "of" names the peak
     first, last loss     before the first step, and before the last
     start s              until the first measured step: weights, warm-up, compilation, capture
     × hf + peft, …       tokens/s over that peer's

@@ -58,10 +58,10 @@ from benchmarks.lib.workers import Local, Worker, WorkerError, WorkerTimeout, re
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.models import ALPHA, RANK, P, Spec, dtype_of
 from benchmarks.peers.training import HfPeft, Ours, Training
-from lorakernels.train.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.packing import PackedRows, RowOrder
 from lorakernels.train.data.tokens import tokenize_files
-from lorakernels.train.metrics import read_metrics
-from lorakernels.train.packing import PackedRows, RowOrder
+from lorakernels.train.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 PEFT, LOOP = "hf + peft bf16", "ours, one graph"

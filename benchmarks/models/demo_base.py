@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from benchmarks.peers.texts import sources_below
-from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import VOCABULARY, byte_tokenizer
 
 SHIPPED = Path(__file__).parents[2] / "lorakernels" / "train" / "demo_base"
 SHAPE = {

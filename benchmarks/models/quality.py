@@ -47,8 +47,8 @@ from benchmarks.lib.rows import Row, arguments, environment, finish, parser, wri
 from benchmarks.peers.base import Unavailable
 from benchmarks.peers.te import te_first_or_hidden
 from benchmarks.peers.texts import demo_texts
-from lorakernels.train.byte_tokenizer import VOCABULARY
-from lorakernels.train.model import quiet_transformers, reproducible
+from lorakernels.train.data.byte_tokenizer import VOCABULARY
+from lorakernels.train.model.model import quiet_transformers, reproducible
 
 SEED_COLUMNS = (
     "model",

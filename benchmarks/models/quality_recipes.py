@@ -59,8 +59,8 @@ from lorakernels import (
     fuse,
 )
 from lorakernels.config import Recipe
-from lorakernels.modules.merge import lora_modules
-from lorakernels.train.model import quiet_transformers
+from lorakernels.modules.model.merge import lora_modules
+from lorakernels.train.model.model import quiet_transformers
 
 CHARACTERS = 4_000_000
 LOSS_TOKENS = 1024  # whose logits exist at a time where KL is measured

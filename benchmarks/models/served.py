@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lorakernels import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
-from lorakernels.checkpoints.loading import FP8Weight
-from lorakernels.modules.convert import dequantize
+from lorakernels.checkpoints.loading.load import FP8Weight
+from lorakernels.modules.model.convert import dequantize
 from lorakernels.numerics.blocks import quantize_weight_blocks
 
 BLOCK = (128, 128)

@@ -59,11 +59,11 @@ from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS, Spec, sizes, to
 from benchmarks.peers.training import IGNORE, Ours, set_adapters
 from lorakernels import LoRAConfig, linear_cross_entropy
 from lorakernels.parallel import context_parallel
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement
-from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import Batch
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ModelSize
+from lorakernels.planner.time import Batch
 
 SAVE = "checkpoint"
 LONG = 1.0  # seconds of a step from which on each is said as it ends

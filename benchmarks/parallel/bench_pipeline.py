@@ -50,7 +50,7 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import SPECS, P, Spec, token_rows
 from benchmarks.peers.training import IGNORE, Ours
 from lorakernels.parallel import Microbatch, pipeline_parallel
-from lorakernels.train.model import no_mask
+from lorakernels.train.model.model import no_mask
 
 LOSS_TOLERANCE = 0.01  # B = 0 at first, so that masks do not matter; FP8 and the head's sums round
 COLUMNS = (

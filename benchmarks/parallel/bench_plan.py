@@ -28,11 +28,11 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, Spec, token_rows
 from benchmarks.peers.training import Ours
 from lorakernels import LoRAConfig
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement
-from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import REPLAY, Batch
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ModelSize
+from lorakernels.planner.time import REPLAY, Batch
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,9 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import ADAPTED, SPECS, Spec, token_rows
 from benchmarks.peers.training import SPARE, Ours, OursSharded
 from lorakernels.parallel import Offload, ShardedBase, shard_base
-from lorakernels.parallel.pinned import Progress
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.stores import Store
+from lorakernels.parallel.base.pinned import Progress
+from lorakernels.parallel.base.stores import Store
+from lorakernels.planner.machine import MACHINES
 
 Options = dict[str, Any]
 # The fastest forms with one layout of the weights, of bench_end_to_end.py

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.peers.texts import library_sources
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.checkpoints.shards import Read, TensorInfo
-from lorakernels.train.byte_tokenizer import SPECIALS
-from lorakernels.train.flops import flops_per_token
+from lorakernels.checkpoints.base.shards import Read, TensorInfo
+from lorakernels.train.data.byte_tokenizer import SPECIALS
+from lorakernels.train.model.flops import flops_per_token
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # "one": all but one projection of the first layer is frozen, through which backward passes to it

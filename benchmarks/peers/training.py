@@ -34,10 +34,10 @@ from lorakernels.config import Recipe
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
 from lorakernels.fusion.over_ranks import together_of
 from lorakernels.parallel import ShardedAdamW
-from lorakernels.parallel.optimizer import BUCKET_BYTES
-from lorakernels.parallel.plan_memory import Placement, saves_within
-from lorakernels.parallel.plan_size import ELEMENT, ModelSize
-from lorakernels.parallel.plan_time import Batch
+from lorakernels.parallel.optimizer.sharded_adamw import BUCKET_BYTES
+from lorakernels.planner.memory import Placement, saves_within
+from lorakernels.planner.size import ELEMENT, ModelSize
+from lorakernels.planner.time import Batch
 
 LR = 2e-4
 SPARE = 0.07  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use

@@ -2,18 +2,18 @@
 """Which ops run forward and backward, and what is saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
-from lorakernels.autograd.compiled_linear import (
+from lorakernels.autograd.compiled.linear import (
     compiled_linear,
     is_compiling,
     quantize_input,
     rows_of,
 )
-from lorakernels.autograd.linear import quantize_in_blocks
-from lorakernels.autograd.linear_cross_entropy import linear_cross_entropy, quantize_head
-from lorakernels.autograd.linear_values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
-from lorakernels.autograd.lora_linear import lora_linear
-from lorakernels.autograd.shared_input import SharedInput, share_input, shared_linear
-from lorakernels.autograd.traced_slot import traced_slot
+from lorakernels.autograd.compiled.shared_input import SharedInput, share_input, shared_linear
+from lorakernels.autograd.compiled.traced_slot import traced_slot
+from lorakernels.autograd.linear.linear import quantize_in_blocks
+from lorakernels.autograd.linear.lora_linear import lora_linear
+from lorakernels.autograd.linear.values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
+from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
 from lorakernels.lazy import offer_submodules
 
 offer_submodules(__name__)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lorakernels import __version__
-from lorakernels.train.names import unknown_argument
+from lorakernels.train.options.names import unknown_argument
 
 WIDTH = 80  # of what formatters leave as it is
 COMMANDS = {

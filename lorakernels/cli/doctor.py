@@ -139,7 +139,7 @@ def _cudnn_graph(index: int) -> str:
     """Why `attention="cudnn_graph"` cannot be asked for, "" if it can."""
     import torch
 
-    from lorakernels.autograd.graphed_attention import why_not_here
+    from lorakernels.autograd.attention.graphed import why_not_here
 
     return why_not_here(torch.device("cuda", index))
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lorakernels.train.model_folder import why_no_model
+from lorakernels.train.model.folder import why_no_model
 
 EPILOG = """\
 exit codes: 0 done, 1 it failed (the message says why), 2 an option is wrong,

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lorakernels.train.absent_names import ABSENT
 from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.errors import (
     FinetuneError,
@@ -22,10 +21,11 @@ from lorakernels.train.errors import (
     describe_os_error,
     require,
 )
-from lorakernels.train.model_folder import why_no_model
-from lorakernels.train.names import unknown_argument
-from lorakernels.train.option_sources import Kind, default_of, kinds, resolve
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.model.folder import why_no_model
+from lorakernels.train.options.absent_names import ABSENT
+from lorakernels.train.options.names import unknown_argument
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.options.sources import Kind, default_of, kinds, resolve
 
 NEEDED = ("numpy", "rich", "matplotlib", "transformers", "tokenizers")
 GROUPS = (

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lorakernels import PlanAxes
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.model_folder import why_no_model
-from lorakernels.train.option_fields import targets_of
+from lorakernels.train.model.folder import why_no_model
+from lorakernels.train.options.fields import targets_of
 
 ENDS_SOON = True
 UNITS = {"": 1, "B": 1, "GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12}
@@ -159,7 +159,7 @@ def _plan(
     folder: Path, args: argparse.Namespace, axes: PlanAxes, host_memory: int | None
 ) -> object:
     from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, ShardPlan
-    from lorakernels.train.preflight import check_length, read_config
+    from lorakernels.train.model.preflight import check_length, read_config
 
     config = read_config(folder)
     check_length(config.get_text_config(), args.seq_len)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.linear_values import refuse_trace
-from lorakernels.autograd.longest_document import check_longest
+from lorakernels.autograd.attention.longest_document import check_longest
+from lorakernels.autograd.linear.values import refuse_trace
 from lorakernels.fusion.parts import Parts
 from lorakernels.numerics.autocast import autocast_dtype
 

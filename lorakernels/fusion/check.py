@@ -13,13 +13,13 @@ from lorakernels.config import BlockScaling, Recipe
 from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.group import GroupedLoRALinear
-from lorakernels.modules.holder import is_held, is_loaded_part, refuse_split
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import projection
-from lorakernels.modules.trained_parts import keeps_weight
+from lorakernels.modules.group.layer import GroupedLoRALinear
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_split
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import projection
+from lorakernels.modules.model.trained_parts import keeps_weight
 from lorakernels.numerics.blocks import BLOCK
 
 

@@ -11,21 +11,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lorakernels.autograd import attention as attention_backends
-from lorakernels.autograd import fp8_attention
-from lorakernels.autograd.decoder_plan import ways_of_kinds
+from lorakernels.autograd.attention import choose as attention_backends
+from lorakernels.autograd.attention import fp8 as fp8_attention
+from lorakernels.autograd.decoder.plan import ways_of_kinds
 from lorakernels.fusion.check import check_layers, decoder_layers
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import original_class
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
-from lorakernels.modules.holder import refuse_rows_over_ranks
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import adapted, frozen_layers, share_state
-from lorakernels.modules.report_text import folded, lines_of
-from lorakernels.modules.undo import all_or_nothing
-from lorakernels.plans.routing import counted
+from lorakernels.modules.linear.holder import refuse_rows_over_ranks
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import adapted, frozen_layers, share_state
+from lorakernels.modules.model.report_text import folded, lines_of
+from lorakernels.modules.model.undo import all_or_nothing
+from lorakernels.recorded.routing import counted
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class FuseReport:
     def eager_forwards(self) -> str:
         """How the groups of projections (q, k, v; o; gate, up; down) ran, outside of graphs and traces.
 
-        By plans, the host's time is less (plans/). A backward may run by the ops.
+        By plans, the host's time is less (recorded/). A backward may run by the ops.
         """
         kinds = ways_of_kinds()
         groups = (group for parts in self.parts for group in parts.groups)

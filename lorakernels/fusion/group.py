@@ -23,15 +23,15 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.decoder_plan import planned_projections, way_of
-from lorakernels.autograd.linear_projections import OverRanks, Projections
-from lorakernels.autograd.linear_values import LoRASpec, check_frozen
+from lorakernels.autograd.decoder.plan import planned_projections, way_of
+from lorakernels.autograd.linear.projections import OverRanks, Projections
+from lorakernels.autograd.linear.values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import join_rows
 from lorakernels.fusion.prepared import Derived, Prepared, Variant
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import bring, is_held, over_of_loaded_part
-from lorakernels.modules.lora import LoRALinear, rows_of_call
-from lorakernels.modules.projections import is_active
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import bring, is_held, over_of_loaded_part
+from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.projections import is_active
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
@@ -254,7 +254,7 @@ class FusedGroup:
         return torch.cat(parts, -2) if whole is None else whole  # not joined: `_join_A`
 
     def _factors_of(self, adapted: Sequence[LoRALinear]) -> Tensor | None:
-        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear.py. None for one member or without adapters.
+        """fp32 [2, n]: ρ_i and ρ_i / m_i, as in autograd/linear/linear.py. None for one member or without adapters.
 
         They are one tensor for each ρ, whatever the mode and the rows.
         """

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.modules.frozen import FrozenFP8Linear, quantize_weight
-from lorakernels.modules.trained_parts import hand_over_originals
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
+from lorakernels.modules.model.trained_parts import hand_over_originals
 
 
 @dataclass(eq=False)

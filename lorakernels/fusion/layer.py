@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lorakernels.autograd import fp8_attention, graphed_attention
-from lorakernels.autograd.attention import (
+from lorakernels.autograd.attention import fp8 as fp8_attention
+from lorakernels.autograd.attention import graphed as graphed_attention
+from lorakernels.autograd.attention.choose import (
     FP8,
     GRAPH,
     SHORT,
@@ -24,9 +25,9 @@ from lorakernels.autograd.attention import (
     choose,
     choose_packed,
 )
-from lorakernels.autograd.decoder_layer import MLPCall, OutputCall, QKVCall
-from lorakernels.autograd.decoder_plan import mlp, norm_qkv, output
-from lorakernels.autograd.rms_norm import rms_norm
+from lorakernels.autograd.decoder.layer import MLPCall, OutputCall, QKVCall
+from lorakernels.autograd.decoder.plan import mlp, norm_qkv, output
+from lorakernels.autograd.decoder.rms_norm import rms_norm
 from lorakernels.fusion.call_checks import check_call, check_documents, check_window
 from lorakernels.fusion.parts import Parts
 from lorakernels.values import Scaled
@@ -51,7 +52,7 @@ class FusedDecoderLayer(nn.Module):
 
     With a key-value cache, in eval, the layer's own forward runs over the same parameters. Sequences packed into rows
     may be passed as for transformers' flash attention, by `cu_seq_lens_q` and `max_length_q`. `attention_mask` is not
-    read then (autograd/attention.py). `cu_seq_lens_k` and `max_length_k`, if given, must equal them.
+    read then (autograd/attention/choose.py). `cu_seq_lens_k` and `max_length_k`, if given, must equal them.
 
     When `torch.compile` traces a model around it, the layer is a graph break and runs as it is.
     """
@@ -88,7 +89,7 @@ class FusedDecoderLayer(nn.Module):
             TypeError, ValueError: an argument does not fit a fused layer, or a module in it has a hook.
 
         A `cu_seq_lens_q` of a GPU with a document longer than `max_length_q` is a device assertion
-        (autograd/longest_document.py).
+        (autograd/attention/longest_document.py).
         """
         if past_key_values is not None or kwargs.get("past_key_value") is not None:
             if self.training and torch.is_grad_enabled():

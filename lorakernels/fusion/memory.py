@@ -39,8 +39,8 @@ from typing import Any
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import projection
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import projection
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.gate_up import packed_scales
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.rms_norm import rms_norm
+from lorakernels.autograd.decoder.rms_norm import rms_norm
 from lorakernels.fusion.families.spec import epsilon, scale
 
 _ADDS_ONE = "_lorakernels_adds_one"  # plain attribute of the norm

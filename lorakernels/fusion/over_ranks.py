@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Over(Protocol):
-    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor_fused.py).
+    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor/fused.py).
 
     Attributes:
         spread: how many times the rows of a rank all are.
@@ -32,7 +32,7 @@ class Over(Protocol):
 
 
 class Context(Protocol):
-    """Attention over ranks that have some of each row's tokens (parallel/context_attention.py).
+    """Attention over ranks that have some of each row's tokens (parallel/context/attention.py).
 
     Attributes:
         size: how many times a rank's tokens all are.

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from lorakernels.autograd.attention import GRAPH
+from lorakernels.autograd.attention.choose import GRAPH
 from lorakernels.fusion.families.spec import Heads, LayerSpec, scale
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.offload import ActivationOffload

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.linear_projections import Projections
-from lorakernels.autograd.linear_values import LoRASpec
-from lorakernels.modules.lora import LoRALinear, rows_of_call
+from lorakernels.autograd.linear.projections import Projections
+from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
 from lorakernels.values import Dropout
 
 

@@ -22,18 +22,18 @@ from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.angles import angles_by_document
-from lorakernels.modules.columns import join_state
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.holder import bring, refuse_held
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.projections import (
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import bring, refuse_held
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import (
     forget_projections,
     is_inside_projection,
     keep_projection,
 )
-from lorakernels.modules.trained_parts import hand_over_originals
-from lorakernels.modules.undo import Before, all_or_nothing
+from lorakernels.modules.model.angles import angles_by_document
+from lorakernels.modules.model.columns import join_state
+from lorakernels.modules.model.trained_parts import hand_over_originals
+from lorakernels.modules.model.undo import Before, all_or_nothing
 
 _NONE = (None, None)
 _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model

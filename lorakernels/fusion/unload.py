@@ -8,14 +8,14 @@ from torch import Tensor, nn
 
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.rewire import unwire
-from lorakernels.modules.experts import restack
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.holder import refuse_held, refuse_split
-from lorakernels.modules.initial import initial_of
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.pretrained import describe_tying, plain_dtype, release_saving
-from lorakernels.modules.trainable import remove_counts
-from lorakernels.modules.trained_parts import forget_originals, swap_originals
+from lorakernels.modules.experts.layer import restack
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import refuse_held, refuse_split
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.pretrained import describe_tying, plain_dtype, release_saving
+from lorakernels.modules.model.trainable import remove_counts
+from lorakernels.modules.model.trained_parts import forget_originals, swap_originals
 
 
 def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:

@@ -29,14 +29,14 @@ from lorakernels.autograd import (
 from lorakernels.config import Recipe
 from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
-from lorakernels.modules.convert import to_frozen
-from lorakernels.modules.frozen_targets import HOOKS
-from lorakernels.modules.holder import refuse_rows_over_ranks
-from lorakernels.modules.lora import delta_of
-from lorakernels.modules.mergeable import MergeableLinear, mergeable
-from lorakernels.modules.planned import planned_call
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import has_forward_of_its_own
+from lorakernels.modules.linear.holder import refuse_rows_over_ranks
+from lorakernels.modules.linear.lora import delta_of
+from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
+from lorakernels.modules.linear.planned import planned_call
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.convert import to_frozen
+from lorakernels.modules.model.frozen_targets import HOOKS
+from lorakernels.modules.model.targets import has_forward_of_its_own
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 

@@ -24,7 +24,7 @@ HOST = "layers of a sliding window, and others, count their tokens on the host: 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _IDLE = (
     "transformers.utils.output_capturing",  # its hooks stay after hidden states were asked for
-    "lorakernels.modules.batch_input",  # they look at a shape, which is the graph's own
+    "lorakernels.modules.batch.input",  # they look at a shape, which is the graph's own
 )
 
 

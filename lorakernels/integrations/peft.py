@@ -31,10 +31,10 @@ from lorakernels.integrations._peft_layer import (
     is_plain_linear,
     lora_layers,
 )
-from lorakernels.modules.peft_mixtures import RENAMED
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear, match_targets, quantized_with
-from lorakernels.modules.weights import check_plain
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.weights import check_plain
+from lorakernels.modules.model.peft_mixtures import RENAMED
+from lorakernels.modules.model.targets import is_fp8_linear, match_targets, quantized_with
 
 _ORIGINAL = "_lorakernels_original_base"
 

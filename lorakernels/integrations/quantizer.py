@@ -26,15 +26,15 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear
-from lorakernels.checkpoints.base_format import format_of
-from lorakernels.checkpoints.file_names import check_places
-from lorakernels.checkpoints.shards import check_one_set, header, read_index
-from lorakernels.checkpoints.skeleton import config_of
+from lorakernels.checkpoints.base.file_names import check_places
+from lorakernels.checkpoints.base.format import format_of
+from lorakernels.checkpoints.base.shards import check_one_set, header, read_index
+from lorakernels.checkpoints.base.skeleton import config_of
 from lorakernels.config import Recipe
 from lorakernels.integrations.transformers import forget_quantizer
-from lorakernels.modules.frozen_targets import frozen_targets
-from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.frozen_targets import frozen_targets
+from lorakernels.modules.model.pretrained import guard_saving
 from lorakernels.values import Weight
 
 if int(transformers.__version__.split(".")[0]) < 5:

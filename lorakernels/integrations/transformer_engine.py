@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
-from lorakernels.modules.apply import parents_of, replace_module
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.spec import FrozenSpec
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.apply import parents_of, replace_module
 from lorakernels.values import Weight
 
 _TE_LINEAR = ("transformer_engine.pytorch.module.linear", "Linear")

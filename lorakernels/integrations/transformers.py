@@ -38,12 +38,12 @@ from lorakernels import (
 )
 from lorakernels.config import Recipe
 from lorakernels.loops.parts import adapters
-from lorakernels.modules.convert import check_block_size, check_fp8_linear, to_frozen
-from lorakernels.modules.frozen import is_sharded
-from lorakernels.modules.pretrained import guard_saving
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.targets import is_fp8_linear
-from lorakernels.modules.undo import all_or_nothing
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.convert import check_block_size, check_fp8_linear, to_frozen
+from lorakernels.modules.model.pretrained import guard_saving
+from lorakernels.modules.model.targets import is_fp8_linear
+from lorakernels.modules.model.undo import all_or_nothing
 
 _PEFT_LAYERS = "peft.tuners.lora.layer"
 

@@ -28,7 +28,7 @@ from lorakernels.fusion.over_ranks import together_of
 from lorakernels.graphs import GraphManager, GraphOptions, Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
-from lorakernels.modules.projections import frozen_layers, share_state
+from lorakernels.modules.linear.projections import frozen_layers, share_state
 from lorakernels.parallel import PipelineParallel
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 

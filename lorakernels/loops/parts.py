@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.experts import LoRAExperts
-from lorakernels.modules.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.modules.experts.layer import LoRAExperts
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 

@@ -2,22 +2,22 @@
 """The layers that hold parameters, and the calls that put them into a model. autograd/ and ops/ compute."""
 
 from lorakernels.lazy import offer_submodules
-from lorakernels.modules.apply import apply_lora
-from lorakernels.modules.batch import AdapterBatch, batch_adapters
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.experts import LoRAExperts
-from lorakernels.modules.frozen import FrozenFP8Linear
-from lorakernels.modules.group import GroupedLoRALinear, LoRALinearGroup
-from lorakernels.modules.grouping import group_projections
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import (
+from lorakernels.modules.batch.batch import AdapterBatch, batch_adapters
+from lorakernels.modules.experts.layer import LoRAExperts
+from lorakernels.modules.group.grouping import group_projections
+from lorakernels.modules.group.layer import GroupedLoRALinear, LoRALinearGroup
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.apply import apply_lora
+from lorakernels.modules.model.merge import (
     disable_lora,
     lora_modules,
     merge_lora,
     training_state_dict,
     unmerge_lora,
 )
-from lorakernels.modules.report import LoRAReport, ModuleReport
+from lorakernels.modules.model.report import LoRAReport, ModuleReport
 
 offer_submodules(__name__)
 

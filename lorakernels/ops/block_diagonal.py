@@ -6,7 +6,7 @@
 
 B_i [N_i, R_i] and the results are of one floating dtype, f is fp32. A projection without an adapter has R_i = 0 and no
 block; its rows are zeros. With `compact`, all R_i > 0 are one R. The backward's matrix is then [ΣN, R], with the blocks
-one below the other. autograd/linear.py has the formulas that need them.
+one below the other. autograd/linear/linear.py has the formulas that need them.
 
 One kernel each (kernels/triton/block_diagonal.py), where torch takes one or two per block. Each element is read once,
 multiplied in fp32 and rounded once at the store. More than 4 projections go through PyTorch.

@@ -26,29 +26,29 @@ from lorakernels import (
     apply_lora,
     load_quantized,
 )
-from lorakernels.train.context import share_rows
 from lorakernels.train.errors import ModelError, OptionError
-from lorakernels.train.flops import Sizes
 from lorakernels.train.jobs import Job, add_jobs
-from lorakernels.train.model import (
+from lorakernels.train.layouts.context import share_rows
+from lorakernels.train.layouts.parts import whole_model
+from lorakernels.train.layouts.pipeline import cut_stages, stage_ranks
+from lorakernels.train.layouts.sharding import pinning, shard_mesh, shard_parts
+from lorakernels.train.layouts.tensor import layer_mesh, split_layers, splits_vocabulary
+from lorakernels.train.model.checks import check_model, check_same_layers
+from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.model import (
     attention_of,
     load_model,
     not_read,
     quiet_transformers,
     save_activations,
 )
-from lorakernels.train.model_checks import check_model, check_same_layers
-from lorakernels.train.option_fields import targets_of
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.parts import whole_model
-from lorakernels.train.pipeline import cut_stages, stage_ranks
-from lorakernels.train.preflight import read_config
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reporter
-from lorakernels.train.runtime import Fused, fuse_layers, make_random_state
-from lorakernels.train.sharding import pinning, shard_mesh, shard_parts
-from lorakernels.train.tensor import layer_mesh, split_layers, splits_vocabulary
-from lorakernels.train.windows import check_windows
+from lorakernels.train.model.preflight import read_config
+from lorakernels.train.model.windows import check_windows
+from lorakernels.train.options.fields import targets_of
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.reporter import Reporter
+from lorakernels.train.run.runtime import Fused, fuse_layers, make_random_state
 
 
 @dataclass(frozen=True)

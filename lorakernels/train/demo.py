@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.written import LOSS, METRICS
+from lorakernels.train.files.written import LOSS, METRICS
 
 if TYPE_CHECKING:
     from lorakernels.train.job import Result
-    from lorakernels.train.options import FinetuneOptions
-    from lorakernels.train.reporter import Reporter
+    from lorakernels.train.options.options import FinetuneOptions
+    from lorakernels.train.run.reporter import Reporter
 
 DEMO_DEFAULTS: dict[str, Any] = {
     "output": "demo-output",
@@ -47,9 +47,9 @@ SAMPLE = 300  # bytes that are written after the prompt
 def run_demo(options: FinetuneOptions) -> None:
     """Train the adapter, reload it, show what it changed, and name the commands that come next."""
     from lorakernels.train.job import adapt, locked
-    from lorakernels.train.model import reproducible
-    from lorakernels.train.ranks import ranks_of_environment
-    from lorakernels.train.reporter import Reporter
+    from lorakernels.train.model.model import reproducible
+    from lorakernels.train.ranks.ranks import ranks_of_environment
+    from lorakernels.train.run.reporter import Reporter
 
     if ranks_of_environment().size > 1:
         raise OptionError("the demo runs on one process: start it without torchrun")
@@ -87,7 +87,7 @@ def help_texts() -> list[str]:
 
 def write_topics(directory: Path) -> Path:
     """Write `help_texts` as a .jsonl file, a topic a line."""
-    from lorakernels.train.files import replace_file
+    from lorakernels.train.files.files import replace_file
 
     directory.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in help_texts())
@@ -128,7 +128,7 @@ def _continue(result: Result) -> str:
 
 def curve(metrics: Path, width: int = 60) -> str:
     """The training loss as one line of blocks, the mean of some steps each."""
-    from lorakernels.train.metrics import read_metrics
+    from lorakernels.train.run.metrics import read_metrics
 
     losses = [r["loss"] for r in read_metrics(metrics) if r.get("loss") is not None]
     parts = min(width, len(losses))
@@ -165,8 +165,8 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
 
     from lorakernels import load_adapter
     from lorakernels.train.adapted import recipe_of
-    from lorakernels.train.model import load_model, pick_dtype
-    from lorakernels.train.runtime import fuse_layers
+    from lorakernels.train.model.model import load_model, pick_dtype
+    from lorakernels.train.run.runtime import fuse_layers
 
     session = result.session
     assert session.held is not None and session.checkpoints is not None

@@ -31,26 +31,34 @@ from lorakernels import (
     export_model,
 )
 from lorakernels.train.adapted import Adapted, adapted_model, lora_config
-from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files, tokenizer_files
-from lorakernels.train.checkpoint import Checkpoints
-from lorakernels.train.choices import choices
-from lorakernels.train.context import sharing
+from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.data.prepare import RunData, check_rows, load_data, set_chat_template
-from lorakernels.train.disk import Trained, check_room, written_by
 from lorakernels.train.errors import (
     FinetuneError,
     OptionError,
     describe_os_error,
     require,
 )
-from lorakernels.train.files import replace_file
-from lorakernels.train.flops import Peak, Sizes, find_peak
+from lorakernels.train.files.adapter_files import AdapterFiles, save_adapter_files, tokenizer_files
+from lorakernels.train.files.checkpoint import Checkpoints
+from lorakernels.train.files.files import replace_file
+from lorakernels.train.files.written import (
+    ADAPTER,
+    CHECKPOINTS,
+    LOSS,
+    MERGED,
+    METRICS,
+    OPTIONS,
+    TOKENS,
+)
 from lorakernels.train.jobs import Job, JobsTrainer, load_jobs, read_jobs, save_jobs
-from lorakernels.train.layout import Gpus, planned
-from lorakernels.train.loggers import check_packages
-from lorakernels.train.loop import Trainer
-from lorakernels.train.metrics import plot_losses
-from lorakernels.train.model import (
+from lorakernels.train.layouts.auto import Gpus, planned
+from lorakernels.train.layouts.context import sharing
+from lorakernels.train.layouts.parts import collect, whole_model
+from lorakernels.train.layouts.sharding import ranks_per_machine
+from lorakernels.train.model.disk import Trained, check_room, written_by
+from lorakernels.train.model.flops import Peak, Sizes, find_peak
+from lorakernels.train.model.model import (
     check_directory,
     keep_large_blocks_whole,
     load_tokenizer,
@@ -58,21 +66,21 @@ from lorakernels.train.model import (
     pick_dtype,
     reproducible,
 )
+from lorakernels.train.model.preflight import check_before_loading, check_vocabulary
 from lorakernels.train.model_card import model_card
-from lorakernels.train.optimizers import check_package
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
-from lorakernels.train.parts import collect, whole_model
-from lorakernels.train.preflight import check_before_loading, check_vocabulary
+from lorakernels.train.optimizer.optimizers import check_package
+from lorakernels.train.optimizer.schedule import make_schedule
+from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks import Ranks, joined, ranks_of_environment
-from lorakernels.train.reporter import Reporter
-from lorakernels.train.runtime import Runtime, check_scope
-from lorakernels.train.same_run import check_same_options
-from lorakernels.train.schedule import make_schedule
-from lorakernels.train.session import Session
-from lorakernels.train.sharding import ranks_per_machine
-from lorakernels.train.written import ADAPTER, CHECKPOINTS, LOSS, MERGED, METRICS, OPTIONS, TOKENS
+from lorakernels.train.ranks.ranks import Ranks, joined, ranks_of_environment
+from lorakernels.train.run.choices import choices
+from lorakernels.train.run.loggers import check_packages
+from lorakernels.train.run.loop import Trainer
+from lorakernels.train.run.metrics import plot_losses
+from lorakernels.train.run.reporter import Reporter
+from lorakernels.train.run.runtime import Runtime, check_scope
+from lorakernels.train.run.same_run import check_same_options
+from lorakernels.train.run.session import Session
 
 FEW = 10  # steps of an epoch, below which a run says so
 

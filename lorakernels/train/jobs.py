@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import AdapterBatch, batch_adapters
-from lorakernels.train.adapter_files import AdapterFiles, save_adapter_files
+from lorakernels.train.data.packing import IGNORE, PADDING, Batch, PackedRows
 from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import ModelError, OptionError, require
-from lorakernels.train.loop import StepRows, Trainer, evaluate
+from lorakernels.train.files.adapter_files import AdapterFiles, save_adapter_files
+from lorakernels.train.files.written import ADAPTER, WRITTEN
+from lorakernels.train.files.yaml_text import load_yaml
 from lorakernels.train.model_card import model_card
-from lorakernels.train.option_checks import check_apart
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import IGNORE, PADDING, Batch, PackedRows
+from lorakernels.train.options.checks import check_apart
+from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import in_batches
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reporter
-from lorakernels.train.written import ADAPTER, WRITTEN
-from lorakernels.train.yaml_text import load_yaml
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.loop import StepRows, Trainer, evaluate
+from lorakernels.train.run.reporter import Reporter
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 import lorakernels
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.options.options import FinetuneOptions
 
 TEXT = """\
 ---

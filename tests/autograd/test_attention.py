@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lorakernels.autograd import attention, graphed_attention
+from lorakernels.autograd.attention import choose as attention
+from lorakernels.autograd.attention import graphed as graphed_attention
 from lorakernels.device import cudnn_folders
 
 BF16 = torch.bfloat16

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels.autograd import attention
-from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.autograd.attention import choose as attention
+from lorakernels.autograd.attention import graphed
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
 

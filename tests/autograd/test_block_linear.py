@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora, group_projections
-from lorakernels.modules.weights import quantize_weight
+from lorakernels.modules.linear.weights import quantize_weight
 from lorakernels.state.handles import Handle, Numbers
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse, ops
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.fusion.group import FusedGroup
 from tests.fusion.fused_models import ATTENTION, LINEARS, PACKINGS, adapted, fp8_state
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels.autograd import attention
-from lorakernels.autograd import fp8_attention as fp8
-from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.autograd.attention import choose as attention
+from lorakernels.autograd.attention import fp8, graphed
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.cudnn import form as described
 from lorakernels.numerics import fp8_attention as plain

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorakernels.autograd.linear_projections import Projections
-from lorakernels.autograd.linear_rows import masks_at, slower_in_pieces
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear.projections import Projections
+from lorakernels.autograd.linear.rows import masks_at, slower_in_pieces
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.kernels import tune
 from lorakernels.values import Dropout, Weight
 

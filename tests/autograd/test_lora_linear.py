@@ -19,10 +19,10 @@ from lorakernels import (
     MMParams,
     ops,
 )
-from lorakernels.autograd import linear
-from lorakernels.modules import lora as lora_module
+from lorakernels.autograd.linear import linear
+from lorakernels.modules.linear import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, linear_cross_entropy
-from lorakernels.autograd.rms_norm import rms_norm
-from lorakernels.modules.dora import DoRALinear
+from lorakernels.autograd.decoder.rms_norm import rms_norm
+from lorakernels.modules.linear.dora import DoRALinear
 
 
 def layer_of(**fields: object) -> Callable[[Tensor], Tensor]:

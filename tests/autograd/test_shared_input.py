@@ -22,7 +22,7 @@ from lorakernels import (
     LoRALinearGroup,
     ops,
 )
-from lorakernels.modules import lora as lora_module
+from lorakernels.modules.linear import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep
 from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora

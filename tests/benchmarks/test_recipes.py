@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.report.recipes import RECIPES, Recipe
 from lorakernels.cli.__main__ import main
-from lorakernels.train.option_sources import resolve
+from lorakernels.train.options.sources import resolve
 
 pytest.importorskip("transformers")
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "recipes"

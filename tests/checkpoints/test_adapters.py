@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, apply_lora, disable_lora
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 from tests.adapter_files import (
     CASES,
     CONFIG,

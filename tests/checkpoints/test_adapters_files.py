@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.checkpoints import adapters as adapters_module
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters import files as adapters_module
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 from tests.adapter_files import (
     CASES,
     CONFIG,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 from lorakernels.modules import lora_modules
 from tests.adapter_files import peft_adapted, peft_load, randomize
 

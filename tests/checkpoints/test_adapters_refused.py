@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, disable_lora, merge_lora
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 from tests.adapter_files import CONFIG, WEIGHTS, Model, adapted, tensor_bytes
 
 REFUSED = [

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, LoRALinear, apply_lora
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 from lorakernels.config import matching
 from lorakernels.modules import lora_modules
 from tests.adapter_files import (

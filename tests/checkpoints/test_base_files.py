@@ -18,10 +18,10 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("rich", reason="one of the ways is finetune's")
 
 from lorakernels import load_quantized  # noqa: E402
-from lorakernels.checkpoints.export import check_export  # noqa: E402
+from lorakernels.checkpoints.export.model import check_export  # noqa: E402
 from lorakernels.integrations.quantizer import LoRAKernelsConfig  # noqa: E402
 from lorakernels.train.errors import ModelError  # noqa: E402
-from lorakernels.train.model import load_model  # noqa: E402
+from lorakernels.train.model.model import load_model  # noqa: E402
 from tests.checkpoints.base_forms import IN_BLOCKS, TAKEN, Stored, in_blocks, write_form  # noqa: E402
 
 BF16 = TAKEN["bf16"]
@@ -59,7 +59,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 @pytest.fixture(autouse=True)
 def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorakernels.train.model.TOKENIZER_FILES", ("config.json",))
+    monkeypatch.setattr("lorakernels.train.model.model.TOKENIZER_FILES", ("config.json",))
 
 
 def add(base: Path, **tensors: Tensor) -> Path:
@@ -166,7 +166,7 @@ def test_blocks_that_transformers_would_divide_evenly_are_refused_to_it(
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("a reason before a value is read")
 
-    monkeypatch.setattr("lorakernels.train.model.load_quantized", refuse)
+    monkeypatch.setattr("lorakernels.train.model.model.load_quantized", refuse)
     said: list[str] = []
     with pytest.raises(ModelError, match="does not consist of whole blocks"):
         by_transformers(base, said)

@@ -23,7 +23,7 @@ from lorakernels import (  # noqa: E402
 )
 from lorakernels.integrations.quantizer import LoRAKernelsConfig  # noqa: E402
 from lorakernels.train.errors import ModelError  # noqa: E402
-from lorakernels.train.model import check_directory, load_model  # noqa: E402
+from lorakernels.train.model.model import check_directory, load_model  # noqa: E402
 from tests.checkpoints.base_forms import (  # noqa: E402
     REFUSED,
     SIZES,
@@ -75,7 +75,7 @@ WAYS: dict[str, Callable[[Path, Path], Any]] = {
 @pytest.fixture(autouse=True)
 def tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     """These bases have none, and no way needs one but finetune's start."""
-    monkeypatch.setattr("lorakernels.train.model.TOKENIZER_FILES", ("config.json",))
+    monkeypatch.setattr("lorakernels.train.model.model.TOKENIZER_FILES", ("config.json",))
 
 
 def assert_values(model: nn.Module, expected: dict[str, Tensor]) -> None:

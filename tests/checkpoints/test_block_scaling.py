@@ -22,7 +22,7 @@ from lorakernels import (
     save_adapter,
     unmerge_lora,
 )
-from lorakernels.modules.weights import quantize_weight
+from lorakernels.modules.linear.weights import quantize_weight
 from lorakernels.numerics.blocks import dequantize_weight_blocks
 from lorakernels.values import Weight
 from tests.small_checkpoints import LORA, block_fp8, ours

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import lorakernels.checkpoints.adapters as adapters
+import lorakernels.checkpoints.adapters.files as adapters
 from lorakernels import (
     DelayedScaling,
     LoRAConfig,

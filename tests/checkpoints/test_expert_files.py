@@ -23,7 +23,7 @@ from lorakernels import (  # noqa: E402
     load_quantized,
     save_adapter,
 )
-from lorakernels.modules.frozen import FrozenFP8Linear  # noqa: E402
+from lorakernels.modules.linear.frozen import FrozenFP8Linear  # noqa: E402
 from tests.modules.test_experts import BOTH, FAMILIES, IDS  # noqa: E402
 from tests.small_checkpoints import assert_equal  # noqa: E402
 

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, export_model, save_adapter
-from lorakernels.checkpoints.export_plan import read_adapter
-from lorakernels.checkpoints.loading import FP8Weight
-from lorakernels.checkpoints.shards import Directory
-from lorakernels.modules.convert import dequantize
+from lorakernels.checkpoints.base.shards import Directory
+from lorakernels.checkpoints.export.plan import read_adapter
+from lorakernels.checkpoints.loading.load import FP8Weight
+from lorakernels.modules.model.convert import dequantize
 from tests.adapter_files import Model
 from tests.checkpoints.exported import (
     logits,
@@ -171,7 +171,7 @@ def test_one_tensor_of_the_base_is_in_memory_at_a_time(tmp_path, monkeypatch):
 
             return Opened()
 
-    monkeypatch.setattr("lorakernels.checkpoints.export.Directory", Counting)
+    monkeypatch.setattr("lorakernels.checkpoints.export.model.Directory", Counting)
     export_model(base, tmp_path / "adapter", tmp_path / "merged", format="fp8")
     assert len(read) == len(Directory(base).tensors)
     assert most[0] <= 2, "the one that is being written, and the next"

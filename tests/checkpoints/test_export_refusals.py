@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from lorakernels import export_model
-from lorakernels.checkpoints import export, writer
+from lorakernels.checkpoints.export import model as export
+from lorakernels.checkpoints.export import writer
 from tests.checkpoints.exported import tensors_of, write_adapter, write_base
 
 
@@ -216,7 +217,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from lorakernels import export_model
-from lorakernels.checkpoints import export, writer
+from lorakernels.checkpoints.export import model as export, writer
 
 point, place = sys.argv[1], Path(sys.argv[2])
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, merge_and_unload
-from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
+from lorakernels.modules.linear.lora import LoRALinear
 from tests.adapter_files import CONFIG, WEIGHTS, Model, peft_load, randomize
 
 FIELDS: dict[str, dict[str, Any]] = {

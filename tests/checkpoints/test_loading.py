@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lorakernels import FrozenFP8Linear, LoRAConfig, LoRALinear
-from lorakernels.checkpoints.shards import Directory
-from lorakernels.modules.convert import per_tensor_weight
+from lorakernels.checkpoints.base.shards import Directory
+from lorakernels.modules.model.convert import per_tensor_weight
 from tests.small_checkpoints import (
     LORA,
     assert_equal,

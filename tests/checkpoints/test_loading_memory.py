@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import load_quantized
-from lorakernels.checkpoints.shards import Directory
+from lorakernels.checkpoints.base.shards import Directory
 from tests.small_checkpoints import Synthetic, assert_equal, config, ours, write_checkpoint
 
 

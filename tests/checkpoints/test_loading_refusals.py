@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lorakernels import LoRAConfig
-from lorakernels.checkpoints.shards import Directory
+from lorakernels.checkpoints.base.shards import Directory
 from tests.small_checkpoints import config, ours, transformers, write_checkpoint
 
 

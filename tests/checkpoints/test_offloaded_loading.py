@@ -11,8 +11,8 @@ import torch
 
 from lorakernels import fuse, load_quantized
 from lorakernels.parallel import Offload, shard_base
-from lorakernels.parallel.offload import HostShards
-from lorakernels.train.model import reproducible
+from lorakernels.parallel.base.offload import HostShards
+from lorakernels.train.model.model import reproducible
 from tests.checkpoints.test_sharded_loading import LAYERS, load, step
 from tests.small_checkpoints import LORA, config, write_checkpoint
 

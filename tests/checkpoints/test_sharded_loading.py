@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
 from lorakernels.config import Recipe
-from lorakernels.modules.holder import is_held
-from lorakernels.parallel import comm, shard_base, stores
-from lorakernels.train.model import reproducible
+from lorakernels.modules.linear.holder import is_held
+from lorakernels.parallel import shard_base
+from lorakernels.parallel.base import stores
+from lorakernels.parallel.ranks import comm
+from lorakernels.train.model.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage
 from tests.processes import on_ranks

@@ -23,7 +23,7 @@ from lorakernels import (  # noqa: E402
     merge_and_unload,
     save_adapter,
 )
-from lorakernels.train.model import load_model  # noqa: E402
+from lorakernels.train.model.model import load_model  # noqa: E402
 
 TEXT = {
     "vocab_size": 96,
@@ -77,7 +77,7 @@ def write(make: Any, folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("make", [gemma3, llama4], ids=lambda f: f.__name__)
 def test_all_ways_find_the_tensors(make: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("lorakernels.train.model.TOKENIZER_FILES", ("config.json",))
+    monkeypatch.setattr("lorakernels.train.model.model.TOKENIZER_FILES", ("config.json",))
     base, merged, adapter = (tmp_path / name for name in ("base", "merged", "adapter"))
     write(make, base)
     said: list[str] = []

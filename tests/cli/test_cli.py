@@ -13,7 +13,7 @@ import torch
 import lorakernels
 from lorakernels.cli import bench, doctor
 from lorakernels.cli.__main__ import COMMANDS, main
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.options.options import FinetuneOptions
 
 
 @pytest.mark.parametrize("command", COMMANDS)

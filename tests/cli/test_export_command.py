@@ -11,7 +11,7 @@ import pytest
 
 from lorakernels.cli.__main__ import main
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.options.options import FinetuneOptions
 from tests.checkpoints.exported import reload, write_adapter, write_base
 
 
@@ -49,7 +49,7 @@ def test_export_s_options_are_checked_first(made, capsys):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_it_and_leaves_nothing(made, number, code, capsys, monkeypatch):
     monkeypatch.setattr(
-        "lorakernels.checkpoints.export.copy_files", lambda *a: os.kill(os.getpid(), number)
+        "lorakernels.checkpoints.export.model.copy_files", lambda *a: os.kill(os.getpid(), number)
     )
     before = signal.getsignal(signal.SIGTERM)
     interrupt = signal.signal(

@@ -12,8 +12,8 @@ import pytest
 from lorakernels.cli import plan as command
 from lorakernels.cli.__main__ import main
 from lorakernels.cli.plan import SEQ_LEN
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.planner.machine import MACHINES
+from lorakernels.train.options.options import FinetuneOptions
 
 LLAMA = {
     "model_type": "llama",

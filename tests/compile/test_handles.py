@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig, LoRALinear
 from lorakernels.autograd import compiled_linear, lora_linear
-from lorakernels.autograd.linear_values import Adapter, Call, LoRASpec
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Weight
 

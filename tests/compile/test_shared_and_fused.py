@@ -57,8 +57,8 @@ def test_groups_share_x_and_one_compilation(fp8, shared_dropout):
     for block in twin:
         block.compile(backend=counter, fullgraph=True, dynamic=False)
     with (
-        mock.patch("lorakernels.modules.lora.draw_slot", lambda *_: slot.clone()),
-        mock.patch("lorakernels.modules.group.traced_slot", lambda *_: slot.clone()),
+        mock.patch("lorakernels.modules.linear.lora.draw_slot", lambda *_: slot.clone()),
+        mock.patch("lorakernels.modules.group.layer.traced_slot", lambda *_: slot.clone()),
     ):
         for _ in range(2):
             x = torch.randn(6, 32, requires_grad=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lorakernels import ops
-from lorakernels.autograd.longest_document import check_longest
+from lorakernels.autograd.attention.longest_document import check_longest
 from lorakernels.device import multiprocessors_of
 from lorakernels.kernels import tune
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits

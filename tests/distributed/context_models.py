@@ -14,15 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, DelayedScaling, PhiloxState, fuse
-from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import (
-    ContextParallel,
-    comm,
-    context_parallel,
-    parallelize,
-    shard_base,
-)
-from lorakernels.train.loss import changed
+from lorakernels.modules.model.logits import change_of_logits
+from lorakernels.parallel import ContextParallel, context_parallel, parallelize, shard_base
+from lorakernels.parallel.ranks import comm
+from lorakernels.train.model.loss import changed
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import gradients_at
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state

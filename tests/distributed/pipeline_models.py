@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from lorakernels.modules.logits import change_of_logits
-from lorakernels.parallel import ContextParallel, PipelineParallel, comm, pipeline_parallel
-from lorakernels.parallel.head import sum_of_losses
-from lorakernels.train.loss import changed
+from lorakernels.modules.model.logits import change_of_logits
+from lorakernels.parallel import ContextParallel, PipelineParallel, pipeline_parallel
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.tensor.head import sum_of_losses
+from lorakernels.train.model.loss import changed
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import gradients_at
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state

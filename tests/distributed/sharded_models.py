@@ -24,7 +24,7 @@ from lorakernels import (
 )
 from lorakernels.config import Recipe
 from lorakernels.parallel import ShardedBase, shard_base
-from lorakernels.parallel.sharded_base import POISON_VARIABLE
+from lorakernels.parallel.base.shard import POISON_VARIABLE
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 
 LAYERS, STEPS = 5, 3

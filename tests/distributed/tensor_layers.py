@@ -14,20 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, PhiloxState
-from lorakernels.autograd import linear
-from lorakernels.modules import lora
+from lorakernels.autograd.linear import linear
+from lorakernels.modules.linear import lora
 from lorakernels.numerics.dropout import drawn_mask, keep_scale
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.parallel import (
-    ColumnParallelLoRALinear,
-    RowParallelLoRALinear,
-    comm,
-    tensor_nodes,
-    tensor_ranks,
-)
-from lorakernels.parallel.row_exchange import CollectiveRows
-from lorakernels.parallel.tensor_ranks import Ranks
-from lorakernels.plans.routing import without_plans
+from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks import scales as shared_scales
+from lorakernels.parallel.ranks.exchange import CollectiveRows
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor import node as tensor_nodes
+from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout, Scaled
 
 K, N, ROWS, R, P, STEPS = 64, 96, 16, 4, 0.25, 5
@@ -102,7 +99,7 @@ def broken(fault: str) -> Iterator[None]:
             "sum_rows",
             lambda group, whole: whole[Ranks(group).share(len(whole))].contiguous(),
         ),
-        "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),
+        "each rank's own scale": (shared_scales, "reduce_amax", lambda amax, group: None),
         "equal masks": (
             tensor_nodes.PartCall,
             "mask",

@@ -15,17 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, PhiloxState, fuse
-from lorakernels.autograd import linear_rows
-from lorakernels.parallel import (
-    TensorParallel,
-    comm,
-    parallelize,
-    row_exchange,
-    tensor_fused,
-    tensor_ranks,
-)
-from lorakernels.parallel.row_exchange import CollectiveRows
-from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.autograd.linear import rows as linear_rows
+from lorakernels.parallel import TensorParallel, parallelize
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks import exchange as row_exchange
+from lorakernels.parallel.ranks import scales as shared_scales
+from lorakernels.parallel.ranks.exchange import CollectiveRows
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor import fused as tensor_fused
 from tests.distributed.tensor_layers import relative
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
 
@@ -209,7 +206,7 @@ def broken(fault: str) -> Iterator[None]:
         "equal masks of pieces": (tensor_fused, "masks_at", lambda to, rows: to),
         "equal masks of gathered pieces": (linear_rows, "masks_at", lambda to, rows: to),
         "equal masks": (tensor_fused.Split, "placed", lambda self, to, rows: to),
-        "each rank's own scale": (tensor_ranks, "reduce_amax", lambda amax, group: None),
+        "each rank's own scale": (shared_scales, "reduce_amax", lambda amax, group: None),
     }
     with mock.patch.object(*replaced[fault]) if fault else nullcontext():
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
-from lorakernels.modules import frozen
+from lorakernels.modules.linear import frozen
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 

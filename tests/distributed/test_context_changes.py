@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import PhiloxState, fuse
-from lorakernels.parallel import ContextParallel, comm, context_changes, context_parallel
+from lorakernels.parallel import ContextParallel, context_parallel
+from lorakernels.parallel.context import changes as context_changes
+from lorakernels.parallel.ranks import comm
 from tests.distributed.context_models import LENGTH, Way, batch, make
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import an_adapter

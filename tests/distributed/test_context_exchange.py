@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lorakernels.parallel.context_attention import Chunks, ContextAttention
-from lorakernels.parallel.row_exchange import (
+from lorakernels.parallel.context.attention import Chunks, ContextAttention
+from lorakernels.parallel.ranks.exchange import (
     CollectiveRows,
     PeerRows,
     RowExchange,
     row_exchange,
 )
-from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.ranks.group import Ranks
 from tests.kernels.test_chunk_rows import Sizes
 from tests.parallel.test_context_attention import visible
 from tests.processes import backend_on_gpus, on_ranks

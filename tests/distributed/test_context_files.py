@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lorakernels import load_adapter, save_adapter
-from lorakernels.checkpoints import adapters
-from lorakernels.parallel import comm, context_parallel, parallelize
+from lorakernels.checkpoints.adapters import files as adapters
+from lorakernels.parallel import context_parallel, parallelize
+from lorakernels.parallel.ranks import comm
 from tests.distributed import tensor_models
 from tests.distributed.context_models import Way, make
 from tests.distributed.test_tensor_files import said_by

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lorakernels import fuse
 from lorakernels.numerics.dropout import dropout_keep
 from lorakernels.parallel import context_parallel, parallelize
-from lorakernels.parallel.context_attention import Chunks
-from lorakernels.parallel.tensor_ranks import Ranks
+from lorakernels.parallel.context.attention import Chunks
+from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.values import Dropout
 from tests.distributed.context_models import (
     LENGTH,

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import fuse
-from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
+from lorakernels.parallel import ContextParallel, context_parallel, parallelize
+from lorakernels.parallel.ranks import comm
 from tests.distributed.context_models import DOCUMENTS, LENGTH, ROWS, Way, batch, make, positions
 from tests.fusion.fused_models import an_adapter, fp8_state
 from tests.processes import on_ranks

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import SPECS, Random
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, fuse, load_quantized
-from lorakernels.parallel import ContextParallel, Offload, comm, context_parallel, shard_base
+from lorakernels.parallel import ContextParallel, Offload, context_parallel, shard_base
+from lorakernels.parallel.ranks import comm
 from tests.distributed.context_models import Way, batch, loss_over_ranks, make
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.fusion.fused_models import an_adapter, fp8_state

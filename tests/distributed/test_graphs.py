@@ -18,7 +18,7 @@ from lorakernels.graphs import GraphManager, GraphOptions, StepGraph
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, PhiloxState, apply_lora
-from lorakernels.modules import frozen
+from lorakernels.modules.linear import frozen
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 

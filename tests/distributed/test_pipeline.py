@@ -20,14 +20,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lorakernels import PhiloxState, attach, batch_adapters, fuse
 from lorakernels.parallel import (
     ShardedAdamW,
-    comm,
     context_parallel,
     parallelize,
     pipeline_parallel,
     shard_base,
 )
-from lorakernels.parallel import pipeline_stages as stages
-from lorakernels.parallel.pipeline_cut import cut
+from lorakernels.parallel.pipeline import stages
+from lorakernels.parallel.pipeline.cut import cut
+from lorakernels.parallel.ranks import comm
 from lorakernels.state.philox import skip_slots
 from tests.distributed.pipeline_models import Way, batch, compare, make, step_alone, worker
 from tests.distributed.tensor_layers import relative

@@ -20,17 +20,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lorakernels import load_adapter, save_adapter
-from lorakernels.checkpoints import adapters
+from lorakernels.checkpoints.adapters import files as adapters
 from lorakernels.parallel import (
     ContextParallel,
     PipelineParallel,
-    comm,
     context_parallel,
     pipeline_parallel,
 )
-from lorakernels.parallel import pipeline_stages as stages
-from lorakernels.parallel.context_rows import OwnChunks
-from lorakernels.parallel.pipeline_stages import microbatches_of, shifted
+from lorakernels.parallel.context.rows import OwnChunks
+from lorakernels.parallel.pipeline import stages
+from lorakernels.parallel.pipeline.stages import microbatches_of, shifted
+from lorakernels.parallel.ranks import comm
 from tests.distributed.pipeline_models import (
     LENGTH,
     STEPS,

@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lorakernels import load_adapter, save_adapter
-from lorakernels.checkpoints import adapters
-from lorakernels.parallel import comm, pipeline_parallel
+from lorakernels.checkpoints.adapters import files as adapters
+from lorakernels.parallel import pipeline_parallel
+from lorakernels.parallel.ranks import comm
 from tests.distributed.pipeline_models import Way, make
 from tests.fusion.fused_models import an_adapter
 from tests.processes import on_ranks

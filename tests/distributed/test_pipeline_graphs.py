@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import PhiloxState
-from lorakernels.parallel import comm, pipeline_parallel
-from lorakernels.parallel.pipeline_stages import Draws
+from lorakernels.parallel import pipeline_parallel
+from lorakernels.parallel.pipeline.stages import Draws
+from lorakernels.parallel.ranks import comm
 from tests.distributed.pipeline_models import STEPS, Way, batch, make, state_of, train
 from tests.distributed.tensor_layers import relative
 from tests.distributed.test_pipeline import refused

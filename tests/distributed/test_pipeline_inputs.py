@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lorakernels.parallel import Microbatch, PipelineParallel, comm, pipeline_parallel
-from lorakernels.parallel.head import IGNORE
-from lorakernels.parallel.pipeline_stages import microbatches_of, shifted
+from lorakernels.parallel import Microbatch, PipelineParallel, pipeline_parallel
+from lorakernels.parallel.pipeline.stages import microbatches_of, shifted
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.tensor.head import IGNORE
 from tests.distributed.pipeline_models import Way, batch, make, step_alone
 from tests.distributed.test_pipeline import refused
 from tests.processes import on_ranks

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import schedules
 
-from lorakernels.parallel import comm, pipeline_parallel, pipeline_peers
-from lorakernels.parallel.pipeline_engine import Sent
+from lorakernels.parallel import pipeline_parallel
+from lorakernels.parallel.pipeline import peers as pipeline_peers
+from lorakernels.parallel.pipeline.stages import Sent
+from lorakernels.parallel.ranks import comm
 from tests.distributed import test_pipeline_graphs
 from tests.distributed.pipeline_models import STEPS, Way, batch, compare, make
 from tests.distributed.test_pipeline import refused

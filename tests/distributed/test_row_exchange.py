@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from lorakernels.parallel import comm
-from lorakernels.parallel import row_exchange as row_exchange_module
-from lorakernels.parallel.row_exchange import (
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks import exchange as row_exchange_module
+from lorakernels.parallel.ranks.exchange import (
     Branch,
     CollectiveRows,
     PeerRows,

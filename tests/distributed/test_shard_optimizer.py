@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
-from lorakernels.modules import frozen
+from lorakernels.modules.linear import frozen
 from lorakernels.parallel import ShardedAdamW, shard_base
-from lorakernels.parallel import optimizer as module
-from lorakernels.parallel.bucket import Bucket
+from lorakernels.parallel.optimizer import sharded_adamw as module
+from lorakernels.parallel.optimizer.bucket import Bucket
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 from lorakernels import linear_cross_entropy
 from lorakernels.parallel import ShardedBase, shard_base
-from lorakernels.parallel.slots import POISON
+from lorakernels.parallel.base.slots import POISON
 from tests.distributed.sharded_models import Found, Way, batches, compare, make
 from tests.fusion.fused_models import an_adapter
 from tests.graphs.layers import backend_for, managed

@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse, unload
 from lorakernels.fusion import rewire
-from lorakernels.modules.holder import is_held
-from lorakernels.parallel import comm, shard_base
-from lorakernels.parallel.offload import HostShards
+from lorakernels.modules.linear.holder import is_held
+from lorakernels.parallel import shard_base
+from lorakernels.parallel.base.offload import HostShards
+from lorakernels.parallel.ranks import comm
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.fusion.fused_models import ATTENTION, LINEARS, adapted
 from tests.processes import SHARED, on_ranks
@@ -258,7 +259,7 @@ def full_on_one_rank(rank: int, mesh: Any, embeddings: bool) -> dict[str, bool]:
 
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lorakernels.parallel.sharded_base.write", write)
+        patch.setattr("lorakernels.parallel.base.shard.write", write)
         shard = partial(shard_base, model, mesh["dp_shard"], embeddings=embeddings)
         found["sharding"] = raises(kind, said, shard) and state_of(model) == before
     base = shard()
@@ -294,8 +295,8 @@ def pinned_one_after_the_other(rank: int, mesh: Any) -> bool:
             store.add("taken", self.memory.numel())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lorakernels.parallel.offload.check_host_memory", check)
-        patch.setattr("lorakernels.parallel.stores.HostShards", Taken)
+        patch.setattr("lorakernels.parallel.base.offload.check_host_memory", check)
+        patch.setattr("lorakernels.parallel.base.stores.HostShards", Taken)
         shard_base(fp8_model(), mesh["dp_shard"], offload=0.3).unshard()
     return store.add("taken", 0) > 0
 

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, linear_cross_entropy, merge_lora, save_adapter
-from lorakernels.parallel import comm, shard_base
-from lorakernels.parallel.sharded_vocabulary import DDP, ShardedVocabulary
+from lorakernels.parallel import shard_base
+from lorakernels.parallel.base.vocabulary import DDP, ShardedVocabulary
+from lorakernels.parallel.ranks import comm
 from tests.distributed.sharded_models import Way, batches, loss_of, make
 from tests.distributed.test_sharded_refusals import raises, state_of
 from tests.fusion.fused_models import LINEARS, adapted

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from lorakernels.parallel.slots import StreamLane
+from lorakernels.parallel.base.slots import StreamLane
 
 
 def test_gathers_are_ordered_with_the_layers_on_another_gpu_than_the_current_one(

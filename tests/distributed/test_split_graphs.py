@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.fusion.over_ranks import together_of
 from lorakernels.loops.attached import attach
-from lorakernels.parallel import ContextParallel, comm, context_parallel, parallelize
+from lorakernels.parallel import ContextParallel, context_parallel, parallelize
+from lorakernels.parallel.ranks import comm
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make
 from tests.fusion.fused_models import fp8_state

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, LoRAConfig, LoRALinear, PhiloxState, fuse, ops
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear, parallelize
 from lorakernels.values import Scaled

@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import disable_lora, load_adapter, save_adapter
-from lorakernels.modules.merge import lora_modules
-from lorakernels.parallel import TensorParallel, comm, parallelize
+from lorakernels.modules.model.merge import lora_modules
+from lorakernels.parallel import TensorParallel, parallelize
+from lorakernels.parallel.ranks import comm
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.processes import on_ranks
 

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lorakernels.autograd import linear
+from lorakernels.autograd.linear import linear
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops import checks
-from lorakernels.parallel import comm, parallelize, tensor_fused
-from lorakernels.parallel.row_exchange import CollectiveRows
-from lorakernels.plans.routing import OVER_RANKS
+from lorakernels.parallel import parallelize
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.exchange import CollectiveRows
+from lorakernels.parallel.tensor import fused as tensor_fused
+from lorakernels.recorded.routing import OVER_RANKS
 from lorakernels.values import Dropout
 from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make
 from tests.fusion.fused_models import FP32, difference

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, LoRAConfig, PhiloxState, fuse, load_quantized
-from lorakernels.checkpoints.shards import Directory
+from lorakernels.checkpoints.base.shards import Directory
 from lorakernels.parallel import parallelize
 from tests.checkpoints.test_loading_memory import Live
 from tests.processes import on_ranks

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lorakernels.parallel import comm, parallelize
-from lorakernels.parallel.known_tokens import Turns
+from lorakernels.parallel import parallelize
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.tensor.known_tokens import Turns
 from tests.distributed.tensor_models import Way, batch, make
 from tests.processes import on_ranks
 

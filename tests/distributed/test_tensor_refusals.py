@@ -31,8 +31,8 @@ from lorakernels.parallel import (
     ShardedAdamW,
     parallelize,
     shard_base,
-    tensor,
 )
+from lorakernels.parallel.tensor import parallelize as tensor
 from tests.distributed.refused_models import CPU, OTHER_SCALES, REFUSED, WHOLE
 from tests.distributed.tensor_models import Way, batch, loss_of, make
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted

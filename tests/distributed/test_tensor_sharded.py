@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, rehearsal
 from lorakernels.parallel import Offload, TensorParallel, parallelize, shard_base
-from lorakernels.parallel.sharded_base import POISON_VARIABLE
+from lorakernels.parallel.base.shard import POISON_VARIABLE
 from tests.distributed.tensor_layers import relative
 from tests.distributed.tensor_models import Way, batch, loss_of, make, train
 from tests.fusion.fused_models import LINEARS, adapted, fp8_state

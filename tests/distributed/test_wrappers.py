@@ -9,7 +9,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, merge_lora
-from lorakernels.modules import stored_weight
+from lorakernels.modules.linear import stored_weight
 from tests.processes import on_ranks
 
 WORLD = 2

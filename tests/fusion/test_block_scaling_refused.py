@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora
-from lorakernels.parallel.tensor_check import check, found_in
-from lorakernels.parallel.tensor_layers import ColumnLoRA, cut
+from lorakernels.parallel.tensor.check import check, found_in
+from lorakernels.parallel.tensor.layers import ColumnLoRA, cut
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from lorakernels import DelayedScaling, fuse
-from lorakernels.autograd import fp8_attention as fp8
-from lorakernels.autograd import graphed_attention as graphed
+from lorakernels.autograd.attention import fp8, graphed
 from lorakernels.fusion.memory import SAVE
 from tests.fp8_attention import emulate
 from tests.fusion.fused_models import (
@@ -66,7 +65,7 @@ def test_the_bytes_of_out_are_out(save: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("taken")
 def test_an_fp8_base_reads_the_bytes() -> None:
     """o's product is of out's bytes as they are: nothing rounds them again."""
-    from lorakernels.autograd import linear
+    from lorakernels.autograd.linear import linear
 
     seen, real = [], linear.project
     twin, _ = fused_copy(model(DelayedScaling()), attention="fp8")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lorakernels import DelayedScaling, apply_lora
-from lorakernels.autograd import graphed_attention as graphed
-from lorakernels.autograd.attention import attend_packed
+from lorakernels.autograd.attention import graphed
+from lorakernels.autograd.attention.choose import attend_packed
 from lorakernels.config import LoRAConfig
 from lorakernels.fusion import parts
 from lorakernels.kernels.cudnn import attention as kernel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import FuseReport, PhiloxState, fuse
-from lorakernels.autograd import longest_document
+from lorakernels.autograd.attention import longest_document
 from tests.dry_cuda import dry_cuda
 from tests.fusion.fused_models import adapted, fused_copy, tokens
 
@@ -100,7 +100,7 @@ import sys
 import torch
 
 from lorakernels import fuse
-from lorakernels.autograd import longest_document
+from lorakernels.autograd.attention import longest_document
 from tests.fusion.fused_models import adapted
 
 captured, by_torch, second = sys.argv[1] == "captured", sys.argv[2] == "torch", int(sys.argv[3])

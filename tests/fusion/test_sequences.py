@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lorakernels import disable_lora, fuse, merge_lora, unfuse, unmerge_lora
-from lorakernels.modules.merge import lora_modules
+from lorakernels.modules.model.merge import lora_modules
 from tests.fusion.fused_models import LINEARS, adapted, model_of, same_within, tokens
 
 # fp32 through two layers, merged or not, after some steps of both

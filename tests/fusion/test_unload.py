@@ -23,7 +23,7 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
-from lorakernels.modules.trained_parts import saved_modules
+from lorakernels.modules.model.trained_parts import saved_modules
 
 FP8 = DelayedScaling()
 BASES = pytest.mark.parametrize("fp8", [None, FP8], ids=["plain base", "FP8 base"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.modules.frozen import quantize_weight
+from lorakernels.modules.linear.frozen import quantize_weight
 
 MODULES = "transformer_engine.pytorch.module"
 

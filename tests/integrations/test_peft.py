@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Recorded
 

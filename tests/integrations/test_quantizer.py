@@ -20,7 +20,7 @@ from lorakernels import (
     apply_lora,
     load_quantized,
 )
-from lorakernels.modules import frozen
+from lorakernels.modules.linear import frozen
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 from lorakernels.integrations.quantizer import LoRAKernelsConfig  # noqa: E402

@@ -19,7 +19,7 @@ from lorakernels.integrations.transformer_engine import (
     load_te_state,
     why_not,
 )
-from lorakernels.modules.frozen import quantize_weight
+from lorakernels.modules.linear.frozen import quantize_weight
 from lorakernels.state.fp8 import FP8State
 from tests.integrations.te_stand_ins import (
     MODULES,

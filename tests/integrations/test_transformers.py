@@ -22,7 +22,7 @@ from lorakernels import (
     LoRALinear,
     apply_lora,
 )
-from lorakernels.checkpoints.adapters import load_adapter, save_adapter
+from lorakernels.checkpoints.adapters.files import load_adapter, save_adapter
 
 transformers = pytest.importorskip("transformers")
 finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -31,7 +31,7 @@ from lorakernels.integrations.transformers import (  # noqa: E402
     convert_fp8_model,
     frozen_from_fp8_linear,
 )
-from lorakernels.modules.convert import dequantize  # noqa: E402
+from lorakernels.modules.model.convert import dequantize  # noqa: E402
 from tests.interrupt import Interrupt  # noqa: E402
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import _C
-from lorakernels.plans.stand_in import Recording, StandIn
+from lorakernels.recorded.stand_in import Recording, StandIn
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lorakernels.kernels.triton import (
     swiglu,
 )
 from lorakernels.kernels.triton import launch as launching
-from lorakernels.plans.stand_in import Recording
+from lorakernels.recorded.stand_in import Recording
 from lorakernels.values import Scaled, Scaling, SideBySide
 from tests.kernels.recording import (
     recorded_call,

@@ -19,7 +19,7 @@ from lorakernels import (
     unmerge_lora,
 )
 from lorakernels.modules import lora_modules
-from lorakernels.modules import report as report_module
+from lorakernels.modules.model import report as report_module
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear, apply_lora
-from lorakernels.modules.frozen import quantize_weight
-from lorakernels.modules.undo import all_or_nothing
+from lorakernels.modules.linear.frozen import quantize_weight
+from lorakernels.modules.model.undo import all_or_nothing
 
 RECIPE = DelayedScaling(amax_history_len=3)
 
@@ -248,7 +248,7 @@ def test_replaced_weights_go_to_the_host_where_memory_ends(monkeypatch) -> None:
     torch.cuda.set_per_process_memory_fraction(room / total)
     try:
         with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-            patch.setattr("lorakernels.modules.undo.Before._make_room", lambda self: False)
+            patch.setattr("lorakernels.modules.model.undo.Before._make_room", lambda self: False)
             apply_lora(model, lora)
         gc.collect()  # what the traceback held
         assert all(type(layer) is nn.Linear for layer in model)

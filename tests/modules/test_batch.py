@@ -12,7 +12,7 @@ from torch import nn
 
 import lorakernels
 from lorakernels import AdapterBatch, BlockScaling, DelayedScaling, LoRAConfig, LoRALinear
-from lorakernels.modules.batch import FACTORS
+from lorakernels.modules.batch.batch import FACTORS
 from tests.fusion.fused_models import FP32, difference
 from tests.modules.batched_models import (
     NAMES,

@@ -24,8 +24,8 @@ from lorakernels import (
     merge_lora,
     unmerge_lora,
 )
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.weights import dequantize_weight, quantize_weight
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.weights import dequantize_weight, quantize_weight
 from lorakernels.values import Weight
 
 BLOCKS = BlockScaling()

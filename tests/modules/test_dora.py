@@ -30,9 +30,9 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
-from lorakernels.checkpoints.adapters import load_adapter, read_adapter, save_adapter
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.lora import LoRALinear
+from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.dropout import dropout_keep, keep_scale
 from lorakernels.parallel import shard_base
 from lorakernels.state.philox import draw_slot

@@ -23,7 +23,7 @@ from transformers.integrations.moe import (  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
 from lorakernels import LoRAConfig, apply_lora, load_quantized  # noqa: E402
-from lorakernels.modules.experts import LoRAExperts  # noqa: E402
+from lorakernels.modules.experts.layer import LoRAExperts  # noqa: E402
 
 HIDDEN, FFN, EXPERTS, TOKENS = 16, 24, 4, 11
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]

@@ -29,7 +29,7 @@ from lorakernels import (  # noqa: E402
     unmerge_lora,
 )
 from lorakernels.loops.parts import why_no_graphs  # noqa: E402
-from lorakernels.modules.experts import LoRAExperts  # noqa: E402
+from lorakernels.modules.experts.layer import LoRAExperts  # noqa: E402
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 SIZES: dict[str, Any] = {

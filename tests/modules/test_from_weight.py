@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, LoRAConfig, LoRALinear
-from lorakernels.modules.spec import FrozenSpec
-from lorakernels.modules.weights import quantize_weight
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.linear.weights import quantize_weight
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 

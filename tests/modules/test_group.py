@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, group_projections, ops
-from lorakernels.modules.projections import share_state
+from lorakernels.modules.linear.projections import share_state
 from lorakernels.state.handles import numbers_of
 from tests.modules.grouped_models import (
     BLOCKS,

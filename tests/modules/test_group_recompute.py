@@ -134,8 +134,8 @@ def test_compiles_without_a_graph_break(fp8, mode):
     results = []
     given = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
     with (
-        mock.patch("lorakernels.modules.group.traced_slot", given["traced_slot"]),
-        mock.patch.multiple("lorakernels.modules.lora", **given),
+        mock.patch("lorakernels.modules.group.layer.traced_slot", given["traced_slot"]),
+        mock.patch.multiple("lorakernels.modules.linear.lora", **given),
     ):
         for call in (
             *calls.values(),

@@ -27,7 +27,7 @@ def test_a_sharded_adapter_is_not_read_by_another_member(mode, monkeypatch):
     """FSDP2 around each projection gathers its own parameters only."""
     layer, group = one_group(mode)
     sharded = layer.k_proj.lora_A
-    monkeypatch.setattr("lorakernels.modules.group.is_sharded", lambda p: p is sharded)
+    monkeypatch.setattr("lorakernels.modules.group.layer.is_sharded", lambda p: p is sharded)
     if mode == (0.3, False):
         layer.q_proj(torch.randn(5, 32))
         return

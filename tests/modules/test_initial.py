@@ -25,9 +25,9 @@ from lorakernels import (
     unload,
     unmerge_lora,
 )
-from lorakernels.modules.initial import initial_adapter
-from lorakernels.modules.lora import LoRALinear
-from lorakernels.modules.merge import lora_modules
+from lorakernels.modules.linear.initial import initial_adapter
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.merge import lora_modules
 from tests.adapter_files import Model, randomize
 
 WAYS = ("olora", "pissa", "pissa_niter_8")

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.torch_version import TorchVersion
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear
-from lorakernels.modules import stored_weight
+from lorakernels.modules.linear import stored_weight
 
 E4M3 = torch.float8_e4m3fn
 

@@ -20,8 +20,8 @@ from lorakernels import (
     training_state_dict,
 )
 from lorakernels.autograd import AdapterNumbers
-from lorakernels.modules import stored_weight
-from lorakernels.modules.dora import DoRALinear
+from lorakernels.modules.linear import stored_weight
+from lorakernels.modules.linear.dora import DoRALinear
 
 E4M3 = torch.float8_e4m3fn
 

@@ -19,7 +19,7 @@ from lorakernels import (
     LoRALinear,
     training_state_dict,
 )
-from lorakernels.modules.mergeable import MergeableLinear, mergeable
+from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
 
 FP8 = DelayedScaling()
 KINDS = pytest.mark.parametrize("kind", ["lora", "frozen"])

@@ -15,7 +15,7 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 from lorakernels import LoRAConfig, apply_lora  # noqa: E402
-from lorakernels.modules.owners import DTYPE_IS_READ, WEIGHT_IS_READ  # noqa: E402
+from lorakernels.modules.model.owners import DTYPE_IS_READ, WEIGHT_IS_READ  # noqa: E402
 
 # A read that is no isinstance, no shape or device, and no comparison of dtypes
 READ = re.compile(
@@ -122,7 +122,7 @@ def test_it_is_refused_by_name_and_what_is_said_helps(case: str, frozen: str) ->
 
 def test_a_router_whose_weight_is_read_stays_plain() -> None:
     """LongCat's is called classifier, and casts the weight to fp32: of FP8 values, without their scale."""
-    from lorakernels.modules.frozen_targets import frozen_targets
+    from lorakernels.modules.model.frozen_targets import frozen_targets
 
     class LongcatFlashTopkRouter(nn.Module):
         def __init__(self) -> None:

@@ -22,7 +22,7 @@ from lorakernels import (  # noqa: E402
     load_adapter,
     save_adapter,
 )
-from lorakernels.modules.peft_mixtures import RENAMED  # noqa: E402
+from lorakernels.modules.model.peft_mixtures import RENAMED  # noqa: E402
 from tests.modules.test_experts import BOTH, near  # noqa: E402
 
 SIZES: dict[str, Any] = {

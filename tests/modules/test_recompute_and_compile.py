@@ -19,7 +19,7 @@ from lorakernels import (
     PhiloxStates,
     apply_lora,
 )
-from lorakernels.modules import lora as lora_module
+from lorakernels.modules.linear import lora as lora_module
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora, group_projections
-from lorakernels.modules import report as report_module
-from lorakernels.modules.report_text import grouped
+from lorakernels.modules.model import report as report_module
+from lorakernels.modules.model.report_text import grouped
 
 
 class Layer(nn.Module):

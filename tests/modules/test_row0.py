@@ -20,7 +20,7 @@ from lorakernels import (
     group_projections,
 )
 from lorakernels.config import Recipe
-from lorakernels.parallel.context_attention import Chunks
+from lorakernels.parallel.context.attention import Chunks
 from tests.fusion.fused_models import model_of
 
 SPLIT = 32

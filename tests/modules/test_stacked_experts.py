@@ -17,8 +17,8 @@ transformers = pytest.importorskip("transformers")
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, attach  # noqa: E402
 from lorakernels.config import MMParams  # noqa: E402
 from lorakernels.loops.parts import why_no_graphs  # noqa: E402
-from lorakernels.modules.experts import LoRAExperts  # noqa: E402
-from lorakernels.modules.lora import LoRALinear  # noqa: E402
+from lorakernels.modules.experts.layer import LoRAExperts  # noqa: E402
+from lorakernels.modules.linear.lora import LoRALinear  # noqa: E402
 from tests.fusion.fused_models import difference  # noqa: E402
 from tests.modules.test_experts import BOTH  # noqa: E402
 
@@ -168,13 +168,13 @@ REASONS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REASONS)
 def test_what_does_not_run_as_a_stack_says_why(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options, reason = REASONS[case]
-    monkeypatch.setattr("lorakernels.modules.expert_stack.why_not_place", lambda layer: None)
+    monkeypatch.setattr("lorakernels.modules.experts.stack.why_not_place", lambda layer: None)
     experts = model_of(**options).model.layers[0].mlp.experts
     assert reason in str(experts.why_not_stacked())
 
 
 def test_an_expert_that_differs_keeps_the_stack_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorakernels.modules.expert_stack.why_not_place", lambda layer: None)
+    monkeypatch.setattr("lorakernels.modules.experts.stack.why_not_place", lambda layer: None)
     experts = model_of().model.layers[0].mlp.experts
     assert experts.why_not_stacked() is None
     experts.down_proj[3].scaling = 5.0
@@ -187,7 +187,7 @@ def test_an_expert_that_differs_keeps_the_stack_apart(monkeypatch: pytest.Monkey
 
 def test_dropout_that_is_set_later_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A configuration has none with target_parameters, but the attribute may be set."""
-    monkeypatch.setattr("lorakernels.modules.expert_stack.why_not_place", lambda layer: None)
+    monkeypatch.setattr("lorakernels.modules.experts.stack.why_not_place", lambda layer: None)
     experts = model_of().model.layers[0].mlp.experts
     for name in ("gate_up_proj", "down_proj"):
         for layer in getattr(experts, name):

@@ -14,7 +14,7 @@ from torch import nn
 
 from lorakernels import LoRALinear, apply_lora
 from lorakernels.config import DelayedScaling, LoRAConfig
-from lorakernels.modules.targets import choose, match_saved, match_targets
+from lorakernels.modules.model.targets import choose, match_saved, match_targets
 
 
 class Holder(nn.Module):

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lorakernels.parallel.blocks import ALIGN, Block, Shape, lay_out
-from lorakernels.parallel.comm import Peer
-from lorakernels.parallel.shards import Shards
-from lorakernels.parallel.stores import in_place
+from lorakernels.parallel.base.stores import in_place
+from lorakernels.parallel.ranks.blocks import ALIGN, Block, Shape, lay_out
+from lorakernels.parallel.ranks.comm import Peer
+from lorakernels.parallel.ranks.shards import Shards
 
 Group = list[tuple[str, Shape]]
 SHAPE = st.tuples(st.integers(1, 9), st.integers(1, 40))

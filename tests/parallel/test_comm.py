@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from lorakernels.parallel import comm
+from lorakernels.parallel.ranks import comm
 
 
 def test_a_group_that_was_made_ends_with_all_groups() -> None:

@@ -13,18 +13,18 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from lorakernels.autograd import graphed_attention as graphed
-from lorakernels.autograd.attention import (
+from lorakernels.autograd.attention import graphed
+from lorakernels.autograd.attention.choose import (
     Segments,
     attend_segments,
     choose_segments,
     segments_mask,
 )
-from lorakernels.autograd.chunk_attention import Call, attend_chunks, chunk_gradients
+from lorakernels.autograd.attention.chunk import Call, attend_chunks, chunk_gradients
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
-from lorakernels.parallel import context_attention
-from lorakernels.parallel.context_attention import Chunks, ContextAttention
+from lorakernels.parallel.context import attention as context_attention
+from lorakernels.parallel.context.attention import Chunks, ContextAttention
 
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))  # ranks, B, C
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lorakernels.parallel.layers import sums_of_frozen
+from lorakernels.parallel.base.layers import sums_of_frozen
 
 
 @pytest.mark.parametrize("begin", [1, 3, 4], ids="element {}".format)

@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lorakernels.parallel.host_memory import check_host_memory, host_memory_left, host_memory_limit
+from lorakernels.parallel.base.host_memory import (
+    check_host_memory,
+    host_memory_left,
+    host_memory_limit,
+)
 
 GIB = 2**30
 V1_NONE = 9223372036854771712  # what version 1 writes without a limit

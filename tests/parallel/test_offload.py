@@ -16,9 +16,9 @@ from torch import nn
 
 from lorakernels import BlockScaling, fuse
 from lorakernels.parallel import Offload, shard_base
-from lorakernels.parallel.offload import divide
-from lorakernels.parallel.pinned import PAGE, Pinned
-from lorakernels.train.model import reproducible
+from lorakernels.parallel.base.offload import divide
+from lorakernels.parallel.base.pinned import PAGE, Pinned
+from lorakernels.train.model.model import reproducible
 from tests.distributed.sharded_models import LAYERS, STEPS, Way, batches, compare, loss_of, make
 from tests.distributed.test_sharded_graphs import Loop, trained
 from tests.fusion.fused_models import an_adapter
@@ -129,7 +129,7 @@ def test_an_unshard_without_memory_can_be_repeated(monkeypatch: pytest.MonkeyPat
         calls.append(x)
         return make_memory(x) if len(calls) != 2 else 1 / 0
 
-    monkeypatch.setattr("lorakernels.parallel.sharded_base.torch.empty_like", fail_second)
+    monkeypatch.setattr("lorakernels.parallel.base.shard.torch.empty_like", fail_second)
     with pytest.raises(ZeroDivisionError):
         base.unshard()
     monkeypatch.undo()

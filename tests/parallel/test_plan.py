@@ -14,12 +14,12 @@ from torch import nn
 
 from benchmarks.peers.models import ADAPTED, SPECS, empty_model
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, ShardPlan, apply_lora, fuse
-from lorakernels.parallel.plan import candidates, predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, fractions
-from lorakernels.parallel.plan_probe import probe
-from lorakernels.parallel.plan_size import ModelSize, weights
-from lorakernels.parallel.plan_time import Batch, gemm_seconds
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement, fractions
+from lorakernels.planner.plan import candidates, predict
+from lorakernels.planner.probe import probe
+from lorakernels.planner.size import ModelSize, weights
+from lorakernels.planner.time import Batch, gemm_seconds
 
 H200 = MACHINES["H200"]
 LORA = LoRAConfig(target_modules=list(ADAPTED["qkvo"]))
@@ -36,7 +36,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def a_host_that_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan without `host_memory` would depend on where the tests run."""
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: None)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: None)
 
 
 @lru_cache
@@ -123,7 +123,7 @@ def test_of_equal_steps_the_one_with_less_on_the_host_is_taken() -> None:
 def test_the_host_offers_what_its_control_groups_allow(monkeypatch) -> None:
     with pytest.raises(ValueError, match="with no host memory"):
         plan(75 * GB, 8192)
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 100 * GB)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: 100 * GB)
     assert 0 < plan(75 * GB, 8192).bytes.host <= 100 * GB
     with pytest.raises(ValueError, match="with no host memory"):
         plan(75 * GB, 8192, host_memory=0)

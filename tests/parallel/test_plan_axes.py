@@ -18,18 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
-from lorakernels.autograd.chunk_attention import Call
+from lorakernels.autograd.attention.chunk import Call
 from lorakernels.fusion.memory import SAVE, mixes
-from lorakernels.parallel import ShardedAdamW, context_attention
-from lorakernels.parallel.context_attention import Chunks
-from lorakernels.parallel.flat import lay_out
-from lorakernels.parallel.optimizer import BUCKET_BYTES
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
-from lorakernels.parallel.plan_pipeline import part_of, stage, stages_within, steps
-from lorakernels.parallel.plan_size import ELEMENT, ModelSize, weights
-from lorakernels.parallel.plan_time import (
+from lorakernels.parallel import ShardedAdamW
+from lorakernels.parallel.context import attention as context_attention
+from lorakernels.parallel.context.attention import Chunks
+from lorakernels.parallel.optimizer.flat import lay_out
+from lorakernels.parallel.optimizer.sharded_adamw import BUCKET_BYTES
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement, bytes_of, kept_of, saves_within
+from lorakernels.planner.pipeline import part_of, stage, stages_within, steps
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ELEMENT, ModelSize, weights
+from lorakernels.planner.time import (
     EXCHANGE,
     KERNEL,
     MERGE,
@@ -90,7 +91,7 @@ def test_keys_and_values_come_once_and_their_gradients_go_in_twice_the_bytes() -
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_attention_of_shared_rows_has_the_calls_of_the_rank_that_has_most(ranks: int) -> None:
-    """As chunk_attention.py makes them. All ranks attend to as many keys."""
+    """As autograd/attention/chunk.py makes them. All ranks attend to as many keys."""
     size, most = 16, (0, 0)
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)

@@ -19,11 +19,11 @@ import pytest
 from benchmarks.parallel import bench_plan
 from benchmarks.peers.models import RANK, SPECS
 from lorakernels import BlockScaling
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement
-from lorakernels.parallel.plan_size import ModelSize
-from lorakernels.parallel.plan_time import BLOCK_FORWARD, REPLAY, Batch
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ModelSize
+from lorakernels.planner.time import BLOCK_FORWARD, REPLAY, Batch
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = RECORDED / "h200"

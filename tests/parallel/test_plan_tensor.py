@@ -21,13 +21,13 @@ from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import BlockScaling, LoRAConfig, PlanAxes, ShardPlan
 from lorakernels.fusion.memory import fit
 from lorakernels.parallel import parallelize
-from lorakernels.parallel.plan import predict
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement, bytes_of, kept_of, saves_within
-from lorakernels.parallel.plan_size import ELEMENT, ModelSize, split_layer, weights
-from lorakernels.parallel.plan_tensor import Exchange, crossings, ends, rows_exchanged
-from lorakernels.parallel.plan_time import KERNEL, Batch, Parts, backward, forward, head, stretched
-from lorakernels.parallel.row_exchange import START
+from lorakernels.parallel.ranks.exchange import START
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement, bytes_of, kept_of, saves_within
+from lorakernels.planner.plan import predict
+from lorakernels.planner.size import ELEMENT, ModelSize, split_layer, weights
+from lorakernels.planner.tensor import Exchange, crossings, ends, rows_exchanged
+from lorakernels.planner.time import KERNEL, Batch, Parts, backward, forward, head, stretched
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, fused_in_bf16
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
@@ -172,7 +172,7 @@ def test_exchanges_in_turn_take_three_bytes_of_each_row_and_way() -> None:
 
 @lru_cache
 def exchange_of(number: int, back: bool, tp: int) -> Exchange:
-    from lorakernels.parallel import plan_tensor
+    from lorakernels.planner import tensor as plan_tensor
 
     made = plan_tensor._backward if back else plan_tensor._forward
     batch = Batch(1, 8192, 1, tp)
@@ -331,7 +331,7 @@ def test_models_and_recipes_that_parallelize_refuses_have_no_plan() -> None:
 
 
 def test_the_limit_of_the_host_offers_split_layers_nothing(monkeypatch: Any) -> None:
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 400 * GB)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: 400 * GB)
     found = ShardPlan.of(SPECS["70b"].config(), 46 * GB, 8192, PlanAxes(2, tp=2), lora=LORA)
     assert not found.bytes.host and not found.offload_activations
 

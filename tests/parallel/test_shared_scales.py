@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lorakernels import DelayedScaling, FP8State
-from lorakernels.parallel.tensor_ranks import shared
+from lorakernels.parallel.ranks.scales import shared
 
 
 class Group:

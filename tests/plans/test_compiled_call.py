@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import LoRALinear
-from lorakernels.plans.forms import sees_dispatch_keys
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.forms import sees_dispatch_keys
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.test_compiled_plan import BF16, OPTIONS, K, layer, rows
 from tests.plans.test_linear_plan import launches
@@ -48,7 +48,7 @@ def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tupl
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Grows by an entry whenever the dispatcher reaches an op's own code, which looks for the layer's numbers."""
-    module = import_module("lorakernels.autograd.compiled_linear")
+    module = import_module("lorakernels.autograd.compiled.linear")
     calls: list[str] = []
     found = module.numbers_of
 

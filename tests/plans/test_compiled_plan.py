@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, batch_adapters
-from lorakernels.autograd.compiled_plan import PLANS
-from lorakernels.autograd.linear_plan import ways_of_kinds
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.plans.routing import without_plans
+from lorakernels.autograd.compiled.plan import PLANS
+from lorakernels.autograd.linear.plan import ways_of_kinds
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import launches
 

@@ -14,7 +14,7 @@ from transformers import AutoModel, GraniteConfig, LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora, batch_adapters, fuse
-from lorakernels.plans.routing import without_plans
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Call, Recorded
 

@@ -19,11 +19,11 @@ from lorakernels import (
     LoRAConfig,
     LoRALinear,
 )
-from lorakernels.autograd import linear_plan
-from lorakernels.modules import frozen as frozen_module
-from lorakernels.modules import lora as lora_module
-from lorakernels.plans import forms, node
-from lorakernels.plans.routing import without_plans
+from lorakernels.autograd.linear import plan as linear_plan
+from lorakernels.modules.linear import frozen as frozen_module
+from lorakernels.modules.linear import lora as lora_module
+from lorakernels.recorded import forms, node
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (
     BF16,

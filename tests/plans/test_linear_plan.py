@@ -22,8 +22,8 @@ from lorakernels import (
     apply_lora,
     batch_adapters,
 )
-from lorakernels.autograd.linear_plan import PLANS
-from lorakernels.plans.routing import without_plans
+from lorakernels.autograd.linear.plan import PLANS
+from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (
     BACKWARD_BY_OPS,

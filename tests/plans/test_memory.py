@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRAConfig, LoRALinear
-from lorakernels.autograd.linear_plan import PLANS
-from lorakernels.plans.plan import ALIGNMENT, by_lifetime
-from lorakernels.plans.stand_in import Memory
+from lorakernels.autograd.linear.plan import PLANS
+from lorakernels.recorded.plan import ALIGNMENT, by_lifetime
+from lorakernels.recorded.stand_in import Memory
 from tests.dry_cuda import dry_cuda
 
 LIVES = st.tuples(st.integers(1, 2000), st.integers(0, 6), st.integers(0, 6) | st.none())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.plans import routing
+from lorakernels.recorded import routing
 
 NAMES = (
     "_len_torch_dispatch_stack",

@@ -19,8 +19,8 @@ from lorakernels import (
     LoRALinear,
     apply_lora,
 )
-from lorakernels.modules.dora import DoRALinear
-from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.numerics.fp8 import FP8_MAX, quantize_fp8
 from tests.fp8_states import small, tensors, two_layers
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lorakernels import DelayedScaling, FP8State, LoRAConfig, LoRALinear, MMParams
-from lorakernels.modules.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.state import fp8
 from tests.fp8_states import addresses, small, tensors, two_layers
 

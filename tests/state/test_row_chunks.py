@@ -16,7 +16,7 @@ from lorakernels.numerics.dropout import (
     dropped_words,
     rows_of_tensor,
 )
-from lorakernels.parallel.context_attention import Chunks
+from lorakernels.parallel.context.attention import Chunks
 from lorakernels.values import Dropout, RowChunks
 
 COLS = 21

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lorakernels.train.optimizers import Updater, numbers
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.optimizer.optimizers import Updater, numbers
+from lorakernels.train.options.options import FinetuneOptions
 from tests.fusion.fused_models import FP32, difference
 
 # Over FP8, one other last bit may turn one rounding, by 2^-3 of an element. All that turn in a tensor move its norm by

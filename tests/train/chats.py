@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lorakernels.train.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data.tokens import Rules, TokenFile, tokenize_files
 
 PLAIN = (

@@ -33,8 +33,8 @@ def save_model(directory: Path, layers: int, kv_heads: int = 1) -> Path:
     """Byte-level Llama, hidden 32, untrained."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
-    from lorakernels.train.model import quiet_transformers
+    from lorakernels.train.data.byte_tokenizer import VOCABULARY, byte_tokenizer
+    from lorakernels.train.model.model import quiet_transformers
 
     quiet_transformers()
     torch.manual_seed(3)
@@ -117,7 +117,7 @@ def gpu_model(tmp_path: Path) -> Path:
     """Sizes that every kernel takes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
+    from lorakernels.train.data.byte_tokenizer import VOCABULARY, byte_tokenizer
 
     torch.manual_seed(3)
     config = LlamaConfig(

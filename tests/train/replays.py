@@ -15,11 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import LoRAConfig, linear_cross_entropy, load_quantized
-from lorakernels.train.loop import Trainer
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from lorakernels.train.data.packing import PackedRows
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.loop import Trainer
+from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 
 Cli = Callable[..., int]
@@ -101,7 +101,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 @pytest.fixture
 def by_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: fused layers get documents by where they start."""
-    monkeypatch.setattr("lorakernels.train.model.takes_starts", lambda decoder, like: True)
+    monkeypatch.setattr("lorakernels.train.model.model.takes_starts", lambda decoder, like: True)
 
 
 # On a GPU

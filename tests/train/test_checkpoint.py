@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.train.adapter_files import WEIGHTS, AdapterFiles
-from lorakernels.train.checkpoint import TENSORS, TRAINER, Checkpoint, Checkpoints
 from lorakernels.train.errors import CheckpointError
-from lorakernels.train.files import replace_dir
-from lorakernels.train.manifest import FORMAT, MANIFEST, OtherFormat, make_manifest
+from lorakernels.train.files.adapter_files import WEIGHTS, AdapterFiles
+from lorakernels.train.files.checkpoint import TENSORS, TRAINER, Checkpoint, Checkpoints
+from lorakernels.train.files.files import replace_dir
+from lorakernels.train.files.manifest import FORMAT, MANIFEST, OtherFormat, make_manifest
 
 CPU = torch.device("cpu")
 OPTIMIZER = "state/optimizer.pt"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.train.checkpoint import Checkpoint
 from lorakernels.train.errors import CheckpointError, FinetuneError
-from lorakernels.train.evaluations import Evaluations
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.session import Session
+from lorakernels.train.files.checkpoint import Checkpoint
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.evaluations import Evaluations
+from lorakernels.train.run.session import Session
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow

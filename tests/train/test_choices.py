@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lorakernels import ContextParallel, LoRAConfig, apply_lora
-from lorakernels.autograd import graphed_attention
-from lorakernels.train.choices import NAMES, choices
+from lorakernels.autograd.attention import graphed as graphed_attention
 from lorakernels.train.errors import OptionError
-from lorakernels.train.flops import Sizes
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.runtime import Fused, Runtime, fuse_layers, make_random_state
+from lorakernels.train.model.flops import Sizes
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.run.choices import NAMES, choices
+from lorakernels.train.run.runtime import Fused, Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 from tests.train.replays import CPU
 
@@ -94,7 +94,7 @@ def test_the_block_stands_after_what_is_resumed(
 
 
 def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[str]:
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
     report = apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
@@ -138,7 +138,7 @@ def test_unfused_layers_over_ranks_run_eagerly(
 def test_an_attention_that_takes_no_rows_is_refused_before_the_run(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lorakernels.train import choices as module
+    from lorakernels.train.run import choices as module
 
     def declines(*_: Any) -> str:
         raise ValueError("attention='cudnn' does not take q (1, 2)")
@@ -209,8 +209,8 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
 ) -> None:
     """On a GPU, which a parameter here pretends to be on."""
     from lorakernels.fusion.fuse import ChosenBackend
-    from lorakernels.train import choices as module
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
+    from lorakernels.train.run import choices as module
 
     model: Any = load_model(model_dir, torch.float32, CPU)
     asked: list[Any] = []
@@ -237,7 +237,7 @@ def test_fused_layers_are_asked_for_the_rows_they_get(
 
 def test_a_budget_takes_what_may_be_offloaded(deep_model: Path) -> None:
     """Of five layers, two have their input on the device."""
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
 
     model = load_model(deep_model, torch.float32, CPU)
     apply_lora(model, LoRAConfig(r=2, target_modules="all-linear"))
@@ -252,7 +252,7 @@ def test_a_budget_takes_what_may_be_offloaded(deep_model: Path) -> None:
 
 
 def test_a_budget_that_does_not_fit_is_not_a_run_that_takes_more(model_dir: Path) -> None:
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
     apply_lora(model, LoRAConfig(r=2, target_modules="all-linear"))
@@ -297,7 +297,7 @@ def test_attention_on_a_gpu_is_the_one_that_is_named(
 ) -> None:  # fmt: skip
     """And fused layers take it, in captured steps too."""
     from lorakernels import fuse
-    from lorakernels.train import runtime as module
+    from lorakernels.train.run import runtime as module
 
     if torch.cuda.get_device_capability() < (9, 0) and "cuDNN" in backend:
         pytest.skip("cuDNN is preferred on Hopper and later")

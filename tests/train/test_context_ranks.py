@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from lorakernels import ContextParallel
-from lorakernels.train.context import own_part, sharing
+from lorakernels.train.data.packing import Batch
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import Batch
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.layouts.context import own_part, sharing
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
 from tests.train.alike import check_gradients, check_losses
 from tests.train.replays import assert_same, records
 from tests.train.test_ranks import losses, on_ranks

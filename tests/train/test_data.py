@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import encode
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data.sources import Source
 from lorakernels.train.data.split import hold_out
 from lorakernels.train.data.tokens import TokenFile, cache_key, tokenize_files

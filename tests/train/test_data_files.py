@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import encode
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.data.split import hold_out
 from lorakernels.train.data.tokens import Rules, tokenize_files
 from lorakernels.train.errors import DataError
-from lorakernels.train.packing import PackedRows
 from tests.train.chats import MARKED, jsonl, tokenizer_with, tokens_of, turns
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from lorakernels.train.data.packing import IGNORE, PackedRows
 from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import DataError, OptionError
-from lorakernels.train.loop import Trainer
-from lorakernels.train.model import load_model, summed_loss
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import IGNORE, PackedRows
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.model.model import load_model, summed_loss
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.loop import Trainer
 from tests.train.chats import jsonl, tokenizer_with, turns
 from tests.train.replays import assert_same, trained
 

@@ -16,8 +16,8 @@ from lorakernels.train.data.prepare import load_data
 from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.errors import DataError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
 from tests.train.chats import jsonl, shown, tokenizer_with, tokens_of, turns
 
 ROWS = [

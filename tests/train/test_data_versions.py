@@ -15,7 +15,7 @@ from lorakernels.train.data import sources, tokens
 from lorakernels.train.data.formats import example_of
 from lorakernels.train.data.sources import Row
 from lorakernels.train.errors import CheckpointError, DataError
-from lorakernels.train.same_run import check_equal
+from lorakernels.train.run.same_run import check_equal
 from tests.train.chats import MARKED, PLAIN, jsonl, shown, tokenizer_with, tokens_of, turns
 
 INSTRUCTION = {"instruction": "b?", "output": "B"}

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from lorakernels.train import disk, job
-from lorakernels.train.disk import Written
+from lorakernels.train import job
 from lorakernels.train.errors import FinetuneError
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.model import disk
+from lorakernels.train.model.disk import Written
+from lorakernels.train.options.options import FinetuneOptions
 
 Cli = Callable[..., int]
 MIB = 2**20

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lorakernels.train.byte_tokenizer import byte_tokenizer
-from lorakernels.train.packing import RowOrder
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
+from lorakernels.train.data.packing import RowOrder
 from tests.train.alike import check_losses
 from tests.train.conftest import Cli
 from tests.train.test_ranks import on_ranks
@@ -151,7 +151,7 @@ def test_the_way_back_is_kept_within_the_bad_steps(
     run += ["--on-divergence", "rollback", "--save-every", 5, "--max-bad-steps", 3, "--keep", 1]
     run += ["--steps", 12, "--output", tmp_path / "a"]
     if what == "best":
-        monkeypatch.setattr("lorakernels.train.session.evaluate", lambda *_: losses.pop(0))
+        monkeypatch.setattr("lorakernels.train.run.session.evaluate", lambda *_: losses.pop(0))
         losses = [9.0, 5.0, 4.0, 8.0, 7.0, 6.0, 6.0]
         good = [{"text": "the quick brown fox; " * 9}] * 2
         held = tmp_path / "held.jsonl"

@@ -19,8 +19,8 @@ BOTH = ["--target-parameters", "experts.gate_up_proj", "experts.down_proj"]
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    from lorakernels.train.byte_tokenizer import VOCABULARY, byte_tokenizer
-    from lorakernels.train.model import quiet_transformers
+    from lorakernels.train.data.byte_tokenizer import VOCABULARY, byte_tokenizer
+    from lorakernels.train.model.model import quiet_transformers
 
     quiet_transformers()
     folder = tmp_path_factory.mktemp("mixture")

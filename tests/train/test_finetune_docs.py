@@ -6,8 +6,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lorakernels.train.option_sources import kinds
-from lorakernels.train.running_options import LOGGERS, OPTIMS, SCHEDULES, RunningOptions
+from lorakernels.train.options.running import LOGGERS, OPTIMS, SCHEDULES, RunningOptions
+from lorakernels.train.options.sources import kinds
 from tests.train.conftest import Cli
 from tests.train.test_stopping import Says
 

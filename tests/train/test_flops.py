@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lorakernels import LoRAConfig, apply_lora
-from lorakernels.train.flops import Peak, find_peak, flops_per_token
-from lorakernels.train.model import load_model
+from lorakernels.train.model.flops import Peak, find_peak, flops_per_token
+from lorakernels.train.model.model import load_model
 
 
 def test_flops_of_a_known_model(model_dir: Path) -> None:

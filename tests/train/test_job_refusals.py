@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from lorakernels.train.data.packing import attention_mask
 from lorakernels.train.errors import ModelError
 from lorakernels.train.job import locked
-from lorakernels.train.model import load_model
-from lorakernels.train.model_checks import check_model
-from lorakernels.train.packing import attention_mask
+from lorakernels.train.model.checks import check_model
+from lorakernels.train.model.model import load_model
 
 Cli = Callable[..., int]
 
@@ -160,7 +160,7 @@ def test_model_that_changes_its_logits_is_refused(model_dir: Path) -> None:
 def test_model_that_ignores_the_mask_is_refused(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lorakernels.train import model as module
+    from lorakernels.train.model import model as module
 
     model: Any = load_model(model_dir, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(
@@ -177,7 +177,7 @@ def test_full_disk_while_writing_metrics(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from lorakernels.train.metrics import MetricsLog
+    from lorakernels.train.run.metrics import MetricsLog
 
     def full(self: MetricsLog, **_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(self.path))

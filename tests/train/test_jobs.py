@@ -18,8 +18,10 @@ import yaml
 from safetensors.torch import load_file
 
 from lorakernels.train.adapted import load_adapted, lora_config
+from lorakernels.train.data.packing import IGNORE
 from lorakernels.train.data.prepare import load_data
 from lorakernels.train.errors import OptionError
+from lorakernels.train.files.written import WRITTEN
 from lorakernels.train.jobs import (
     Job,
     JobRows,
@@ -29,13 +31,11 @@ from lorakernels.train.jobs import (
     load_jobs,
     read_jobs,
 )
-from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
-from lorakernels.train.model import load_tokenizer
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import IGNORE
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reporter
-from lorakernels.train.written import WRITTEN
+from lorakernels.train.model.model import load_tokenizer
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.loop import Trainer, evaluate, evaluation_batches
+from lorakernels.train.run.reporter import Reporter
 
 Cli = Callable[..., int]
 SEQ_LEN = 48

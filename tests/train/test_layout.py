@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lorakernels import BlockScaling, LoRAConfig, ShardPlan
-from lorakernels.parallel.offload import divide
+from lorakernels.parallel.base.offload import divide
 from lorakernels.train.errors import OptionError
-from lorakernels.train.layout import Gpus, planned
-from lorakernels.train.model import ALLOCATOR
-from lorakernels.train.option_sources import resolve
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.layouts.auto import Gpus, planned
+from lorakernels.train.model.model import ALLOCATOR
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.options.sources import resolve
 
 LORA = LoRAConfig(target_modules="all-linear")
 WIDTHS = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 20}
@@ -29,7 +29,7 @@ HEADS = {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 3200
 @pytest.fixture(autouse=True)
 def a_host_that_offers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is planned would depend on where the tests run."""
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: None)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: None)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_the_plan_s_choice_becomes_the_options(options: FinetuneOptions) -> None
     said: list[str] = []
     gpus = Gpus("H200", 30_000_000_000, 2)
     found = planned(options, LORA, gpus, said.append)
-    from lorakernels.train.preflight import read_config
+    from lorakernels.train.model.preflight import read_config
 
     config = read_config(Path(str(options.model)))
     plan = ShardPlan.of(config, gpus.memory, (4, 2048), 2, lora=LORA)
@@ -69,7 +69,7 @@ def test_a_base_in_blocks_is_planned(options: FinetuneOptions) -> None:
 
 
 def test_the_host_takes_what_the_gpu_has_no_room_for(options, monkeypatch) -> None:
-    monkeypatch.setattr("lorakernels.parallel.plan.host_memory_limit", lambda: 60_000_000_000)
+    monkeypatch.setattr("lorakernels.planner.plan.host_memory_limit", lambda: 60_000_000_000)
     said: list[str] = []
     found = planned(options, LORA, Gpus("H200", 16_000_000_000, 1), said.append)
     assert 0 < found.offload < 1 and not found.shard_base
@@ -193,7 +193,7 @@ def test_torch_reads_the_allocator_s_variable_after_it_is_imported(device: str) 
         pytest.skip("this torch tells its allocator's settings on a GPU alone")
     lines = (
         "import torch",
-        "from lorakernels.train.model import keep_large_blocks_whole",
+        "from lorakernels.train.model.model import keep_large_blocks_whole",
         "keep_large_blocks_whole()",
         "torch.cuda.is_available() and torch.cuda.device_count()",
         "print(torch._C._accelerator_getAllocatorSettings())"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lorakernels.train.loggers import Loggers, Run, TensorBoard
+from lorakernels.train.run.loggers import Loggers, Run, TensorBoard
 from tests.train.conftest import Cli
 from tests.train.test_ranks import on_ranks
 from tests.train.test_resume import stop_after

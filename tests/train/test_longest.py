@@ -18,15 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lorakernels.autograd import attention
-from lorakernels.train import model as models
-from lorakernels.train import packing
+from lorakernels.autograd.attention import choose as attention
+from lorakernels.train.data import packing
+from lorakernels.train.data.packing import PADDING, Batch, PackedRows, RowOrder, longest_of
 from lorakernels.train.data.prepare import RunData, check_rows
 from lorakernels.train.errors import DataError
 from lorakernels.train.jobs import JobRows
-from lorakernels.train.model import hidden_states, mean_loss
-from lorakernels.train.packing import PADDING, Batch, PackedRows, RowOrder, longest_of
-from lorakernels.train.session import Session
+from lorakernels.train.model import model as models
+from lorakernels.train.model.model import hidden_states, mean_loss
+from lorakernels.train.run.session import Session
 from tests.fusion.fused_models import difference
 from tests.train.alike import TURNED_GRADIENTS, check_gradients, check_losses
 from tests.train.replays import assert_same, records, trained

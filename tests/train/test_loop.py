@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from lorakernels import LoRAConfig, apply_lora, disable_lora, quantize_head
-from lorakernels.train import loop
-from lorakernels.train.checkpoint import Checkpoint
+from lorakernels.train.data.packing import PackedRows, RowOrder
 from lorakernels.train.errors import CheckpointError, Diverged
-from lorakernels.train.loop import Trainer, evaluate, evaluation_batches
-from lorakernels.train.loss import chunked_cross_entropy
-from lorakernels.train.metrics import MetricsLog, plot_losses, read_metrics
-from lorakernels.train.model import hidden_states, load_model, save_activations, summed_loss
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows, RowOrder
-from lorakernels.train.ranks import STEP, Ranks
-from lorakernels.train.schedule import learning_rate, warmup_steps
+from lorakernels.train.files.checkpoint import Checkpoint
+from lorakernels.train.model.loss import chunked_cross_entropy
+from lorakernels.train.model.model import hidden_states, load_model, save_activations, summed_loss
+from lorakernels.train.optimizer.schedule import learning_rate, warmup_steps
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import STEP, Ranks
+from lorakernels.train.run import loop
+from lorakernels.train.run.loop import Trainer, evaluate, evaluation_batches
+from lorakernels.train.run.metrics import MetricsLog, plot_losses, read_metrics
 
 MakeTrainer = Callable[..., Trainer]
 

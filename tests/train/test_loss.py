@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lorakernels.train.loss import changed, chunked_cross_entropy
-from lorakernels.train.packing import IGNORE
+from lorakernels.train.data.packing import IGNORE
+from lorakernels.train.model.loss import changed, chunked_cross_entropy
 from lorakernels.values import LogitChange
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora
-from lorakernels.train import model as train_model
+from lorakernels.train.data.packing import Batch, PackedRows, attention_mask
 from lorakernels.train.errors import ModelError
-from lorakernels.train.model import hidden_states, summed_loss
-from lorakernels.train.model_checks import check_model, isolation
-from lorakernels.train.packing import Batch, PackedRows, attention_mask
+from lorakernels.train.model import model as train_model
+from lorakernels.train.model.checks import check_model, isolation
+from lorakernels.train.model.model import hidden_states, summed_loss
 from lorakernels.values import LogitChange
 
 SMALL = {
@@ -284,7 +284,7 @@ def test_a_config_that_says_something_else_of_the_logits_is_refused(
 ) -> None:
     scaled = small("granite", "sdpa", **LLAMA, logits_scaling=8.0)
     capped = small("gemma2", "eager", **LLAMA, head_dim=16)
-    monkeypatch.setattr("lorakernels.train.model_checks.change_of_logits", lambda _: change)
+    monkeypatch.setattr("lorakernels.train.model.checks.change_of_logits", lambda _: change)
     for model in (scaled, capped):
         with pytest.raises(ModelError, match="changes logits"):
             check_model(model)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lorakernels.cli.__main__ import main
-from lorakernels.train.model_folder import why_no_model
+from lorakernels.train.model.folder import why_no_model
 
 FILES = {
     "x.gguf": "",

@@ -85,7 +85,7 @@ def test_too_little_memory_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("lorakernels.parallel.host_memory.host_memory_left", lambda root: 100)
+    monkeypatch.setattr("lorakernels.parallel.base.host_memory.host_memory_left", lambda root: 100)
     output = tmp_path / "out"
     assert cli(*base_args, "--model", deep_model, "--output", output, "--offload", 0.3) == 1
     said = capsys.readouterr().err

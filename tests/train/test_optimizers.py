@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.optimizers import FACTORS, Updater, check_package
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.running_options import OPTIMS, OWN_SCHEDULE, SCHEDULES
-from lorakernels.train.schedule import make_schedule
+from lorakernels.train.optimizer.optimizers import FACTORS, Updater, check_package
+from lorakernels.train.optimizer.schedule import make_schedule
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.options.running import OPTIMS, OWN_SCHEDULE, SCHEDULES
 from tests.train.conftest import Cli
 from tests.train.replays import assert_same, trained
 from tests.train.test_resume import adapter, steps_logged, stop_after

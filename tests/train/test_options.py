@@ -9,12 +9,12 @@ import pytest
 import yaml
 
 from lorakernels.cli.finetune import add_arguments, unknown
-from lorakernels.train.absent_names import ABSENT
 from lorakernels.train.errors import OptionError
-from lorakernels.train.names import PEERS, near
-from lorakernels.train.option_sources import kinds, resolve
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.yaml_text import load_yaml
+from lorakernels.train.files.yaml_text import load_yaml
+from lorakernels.train.options.absent_names import ABSENT
+from lorakernels.train.options.names import PEERS, near
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.options.sources import kinds, resolve
 
 GIVEN = {"model": "m", "data": ["d"], "output": "o"}
 
@@ -285,9 +285,9 @@ def test_commas_separate_names(tmp_path: Path, option: str, names: str | list[st
 
 
 def test_choices_of_attention_are_those_of_fuse() -> None:
-    from lorakernels.autograd.attention import BACKENDS
+    from lorakernels.autograd.attention.choose import BACKENDS
     from lorakernels.fusion.memory import SAVE
-    from lorakernels.train import options
+    from lorakernels.train.options import values
 
-    assert ("auto", *BACKENDS) == options.ATTENTION
-    assert options.SAVE == SAVE
+    assert ("auto", *BACKENDS) == values.ATTENTION
+    assert values.SAVE == SAVE

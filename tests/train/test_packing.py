@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakernels.train.model import decoder_and_head, hidden_states, load_model
-from lorakernels.train.packing import IGNORE, Batch, PackedRows, RowOrder, attention_mask, pack
+from lorakernels.train.data.packing import IGNORE, Batch, PackedRows, RowOrder, attention_mask, pack
+from lorakernels.train.model.model import decoder_and_head, hidden_states, load_model
 
 
 def rows_of(lengths: list[int], seq_len: int) -> PackedRows:

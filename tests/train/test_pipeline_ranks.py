@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import PhiloxState, PipelineParallel
 from lorakernels.train.adapted import Meshes, load_adapted
-from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model_checks import check_model
-from lorakernels.train.options import FinetuneOptions
+from lorakernels.train.layouts.context import sharing
+from lorakernels.train.model.checks import check_model
+from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Phase
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.ranks.ranks import Ranks
 from tests import processes
 from tests.fusion.fused_models import FP32
 from tests.train.alike import TURNED_GRADIENTS, check_gradients, check_losses

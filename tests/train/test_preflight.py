@@ -15,9 +15,9 @@ import torch
 from lorakernels import LoRAConfig
 from lorakernels.train import adapted, job
 from lorakernels.train.errors import ModelError, OptionError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.preflight import check_before_loading
-from lorakernels.train.reporter import Reporter
+from lorakernels.train.model.preflight import check_before_loading
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.run.reporter import Reporter
 
 Cli = Callable[..., int]
 ALL = LoRAConfig(r=2, target_modules="all-linear")
@@ -92,7 +92,7 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loa
 def test_graphs_of_a_step_are_refused_for_several_ranks_before_anything_is_loaded(
     model_dir: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lorakernels.train.ranks import Ranks
+    from lorakernels.train.ranks.ranks import Ranks
 
     monkeypatch.setattr(job, "check_directory", lambda _: pytest.fail("too late"))
     options = FinetuneOptions(

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from lorakernels.train import progress
-from lorakernels.train.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data import encode
+from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 from lorakernels.train.data.tokens import tokenize_files
-from lorakernels.train.loop import StepResult
 from lorakernels.train.progress import (
     Estimate,
     Lines,
@@ -26,7 +25,8 @@ from lorakernels.train.progress import (
     in_bytes,
     in_steps,
 )
-from lorakernels.train.reporter import Reporter
+from lorakernels.train.run.loop import StepResult
+from lorakernels.train.run.reporter import Reporter
 
 Cli = Callable[..., int]
 RATES = {"tokens_per_s": 500.0}

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels.train import ranks as train_ranks
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.ranks import Ranks, ranks_of_environment
+from lorakernels.train.ranks import ranks as train_ranks
+from lorakernels.train.ranks.ranks import Ranks, ranks_of_environment
 from tests import processes
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
@@ -148,9 +148,10 @@ def drive(rank: int, size: int, places: list[dict[str, str]], runs: list[list[st
     scales are in `rank<i>.pt`, how many layers' weights it had in parts in `held<i>.txt`, and on the CPU each step's
     gradients in files of their own."""
     from lorakernels.cli.finetune import add_arguments, run
-    from lorakernels.modules.holder import is_held
-    from lorakernels.parallel import comm
-    from lorakernels.train import job, loop
+    from lorakernels.modules.linear.holder import is_held
+    from lorakernels.parallel.ranks import comm
+    from lorakernels.train import job
+    from lorakernels.train.run import loop
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     real = job.adapt

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorakernels.train.checkpoint import Checkpoints
+from lorakernels.train.files.checkpoint import Checkpoints
 from tests import processes
 from tests.train.test_ranks import losses, on_ranks
 from tests.train.test_resume import steps_logged
@@ -34,9 +34,9 @@ LIMIT = 60  # seconds from the end of one rank to the end of all others
 def drive(rank: int, where: dict[str, str], end: str, arguments: list[list[str]]) -> None:
     """One run on rank `rank` of several. The middle one ends or stands still after its second step, as `end` says."""
     from lorakernels.cli.finetune import add_arguments, run
-    from lorakernels.parallel import comm
-    from lorakernels.train import ranks
-    from lorakernels.train.loop import StepResult, Trainer
+    from lorakernels.parallel.ranks import comm
+    from lorakernels.train.ranks import ranks
+    from lorakernels.train.run.loop import StepResult, Trainer
 
     if end == "hangs":
         ranks.STEP = comm.GATHER = timedelta(seconds=10)

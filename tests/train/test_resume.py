@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from lorakernels.modules import initial
+from lorakernels.modules.linear import initial
 from lorakernels.train import adapted
-from lorakernels.train.manifest import MANIFEST, make_manifest
-from lorakernels.train.session import Session
+from lorakernels.train.files.manifest import MANIFEST, make_manifest
+from lorakernels.train.run.session import Session
 from tests import processes
 
 Cli = Callable[..., int]

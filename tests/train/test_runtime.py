@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lorakernels.train.checkpoint import Checkpoint
+from lorakernels.train.files.checkpoint import Checkpoint
 from tests.train.replays import Cli, assert_same, records, trained
 from tests.train.test_resume import adapter, start, steps_logged, wait_for_step
 

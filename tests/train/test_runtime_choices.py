@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from lorakernels import LoRAConfig, apply_lora
+from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model import summed_loss, takes_starts
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
+from lorakernels.train.model.model import summed_loss, takes_starts
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 from tests.train.replays import CPU, assert_same, trained
 
@@ -82,7 +82,7 @@ def test_masks_are_new_every_microbatch_and_differ_by_rank(make):
 
 def test_several_ranks_take_graphs_of_layers(model_dir: Path) -> None:
     """A whole step would hold collectives."""
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
     apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
@@ -117,7 +117,7 @@ def test_replayed_layers_add_to_the_graphs_own_gradients(make):
 
 
 def test_layers_that_are_not_fused_say_why(model_dir: Path):
-    from lorakernels.train.model import load_model
+    from lorakernels.train.model.model import load_model
 
     model = load_model(model_dir, torch.float32, CPU)
     for options, said in [

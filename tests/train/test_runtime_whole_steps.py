@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lorakernels.train.model import summed_loss
-from lorakernels.train.packing import PackedRows
+from lorakernels.train.data.packing import PackedRows
+from lorakernels.train.model.model import summed_loss
 from tests.train.replays import assert_same, trained
 
 

@@ -14,11 +14,11 @@ from lorakernels import PhiloxState
 from lorakernels.train import adapted
 from lorakernels.train.adapted import Meshes, load_adapted
 from lorakernels.train.errors import FinetuneError
-from lorakernels.train.model_checks import check_same_layers
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.pipeline import stage_ranks
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reporter
+from lorakernels.train.layouts.pipeline import stage_ranks
+from lorakernels.train.model.checks import check_same_layers
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.reporter import Reporter
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.sharding import shard_mesh
+from lorakernels.train.layouts.sharding import shard_mesh
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
 from tests import processes
 from tests.train.replays import records
 from tests.train.test_ranks import losses, on_ranks

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lorakernels.train import session as sessions
-from lorakernels.train.evaluations import Evaluations
-from lorakernels.train.running_options import RunningOptions
+from lorakernels.train.options.running import RunningOptions
+from lorakernels.train.run import session as sessions
+from lorakernels.train.run.evaluations import Evaluations
 from tests.train.conftest import Cli
 from tests.train.replays import assert_same
 from tests.train.test_ranks import on_ranks

@@ -18,21 +18,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels import VocabularyHead, load_quantized, parallelize
-from lorakernels.checkpoints.shards import Directory
-from lorakernels.parallel import comm
+from lorakernels.checkpoints.base.shards import Directory
+from lorakernels.parallel.ranks import comm
 from lorakernels.train import job
 from lorakernels.train.adapted import Meshes, add_adapters, load_adapted, lora_config
-from lorakernels.train.context import share_rows
+from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.errors import FinetuneError
-from lorakernels.train.loop import Trainer, evaluate
-from lorakernels.train.model import hidden_states, load_model
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
-from lorakernels.train.parts import whole_model
-from lorakernels.train.ranks import Ranks
-from lorakernels.train.reporter import Reporter
-from lorakernels.train.runtime import Runtime, fuse_layers, make_random_state
-from lorakernels.train.tensor import layer_mesh, split_layers
+from lorakernels.train.layouts.context import share_rows
+from lorakernels.train.layouts.parts import whole_model
+from lorakernels.train.layouts.tensor import layer_mesh, split_layers
+from lorakernels.train.model.model import hidden_states, load_model
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.run.loop import Trainer, evaluate
+from lorakernels.train.run.reporter import Reporter
+from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
 from tests import processes
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
@@ -62,7 +62,7 @@ def packed(rank: int, device: torch.device, model_dir: str) -> dict[str, Tensor]
         split = (
             None if way == "whole" else parallelize(model, mesh, sequence_parallel="rows" in way)
         )
-        with mock.patch("lorakernels.train.model.takes_starts", lambda decoder, like: True):
+        with mock.patch("lorakernels.train.model.model.takes_starts", lambda decoder, like: True):
             hidden = hidden_states(model, batch)
         (
             hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))

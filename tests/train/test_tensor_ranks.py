@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lorakernels.train.context import sharing
 from lorakernels.train.errors import OptionError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.layouts.context import sharing
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.ranks.ranks import Ranks
 from tests.fusion.fused_models import FP32
 from tests.train.alike import (
     TURNED_GRADIENTS,

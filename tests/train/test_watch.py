@@ -18,7 +18,7 @@ def hears(rank: int, where: dict[str, str], folder: str) -> None:
     """Rank `ENDS` ends. The others write a file when they have heard of it, and then wait for ever."""
     import torch.distributed as dist
 
-    from lorakernels.train import watch
+    from lorakernels.train.ranks import watch
 
     os.environ |= where
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lorakernels import LoRAConfig, apply_lora, fuse
+from lorakernels.train.data.packing import Batch
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model import attention_of, decoder_and_head, hidden_states
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import Batch
-from lorakernels.train.windows import check_windows
+from lorakernels.train.model.model import attention_of, decoder_and_head, hidden_states
+from lorakernels.train.model.windows import check_windows
+from lorakernels.train.options.options import FinetuneOptions
 from tests.train.conftest import save_model
 
 WINDOW, LENGTHS = 8, (5, 13, 6)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LayerSpec: what `fuse` knows of one family's decoder layer. No other code of fusion/ names an attribute of a model.
 
-A fused layer computes (autograd/decoder_layer.py):
+A fused layer computes (autograd/decoder/layer.py):
 
     h2 = h + f o(attention(RoPE([q, k, v](RMSNorm(h)))))      out = h2 + f down(act(gate(x)) ⊙ up(x)), x = RMSNorm(h2)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels that move keys, values and their gradients between a row's order and its chunks by rank.
 
-A row of S tokens is 2n chunks of C. Rank r of n has chunks r and 2n − 1 − r (parallel/context_attention.py).
+A row of S tokens is 2n chunks of C. Rank r of n has chunks r and 2n − 1 − r (parallel/context/attention.py).
 
     side_by_side    k, v [B, Hk, 2C, D] of a rank → [B, 2C, 2 Hk, D]
     in_order        that of every rank, in the memory of GPUs that this one can read → [B, S, 2 Hk, D]

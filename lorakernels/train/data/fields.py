@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from lorakernels.train.data.sources import Row, RowError
-from lorakernels.train.unique_names import NameTwice, load_json
+from lorakernels.train.files.unique_names import NameTwice, load_json
 
 
 def is_empty(value: Any) -> bool:

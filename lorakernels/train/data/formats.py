@@ -28,7 +28,7 @@ from lorakernels.train.data.fields import (
 from lorakernels.train.data.messages import ASSISTANT, TRAINED, is_trained, read_messages
 from lorakernels.train.data.sources import Row, RowError
 from lorakernels.train.errors import DataError
-from lorakernels.train.unique_names import load_json
+from lorakernels.train.files.unique_names import load_json
 
 # what a row of every kind of chat may have
 CHAT_FIELDS = ("system", "tools", "chat_template_kwargs")

@@ -8,7 +8,7 @@ from typing import Any
 
 from lorakernels.train.data.fields import did_you_mean, is_empty, kind_name, list_of, string_of
 from lorakernels.train.data.sources import Row, RowError
-from lorakernels.train.unique_names import load_json
+from lorakernels.train.files.unique_names import load_json
 
 ASSISTANT = "assistant"
 # ShareGPT's names of who speaks → roles of chat templates

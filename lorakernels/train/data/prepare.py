@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from lorakernels.train.data.formats import PLAIN
+from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.data.preview import preview
 from lorakernels.train.data.sources import held_entries, some
 from lorakernels.train.data.split import documents_of, hold_out, repeated, truncated, weighted
 from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_files
 from lorakernels.train.errors import DataError, OptionError
-from lorakernels.train.options import FinetuneOptions
-from lorakernels.train.packing import PackedRows
+from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Phase
-from lorakernels.train.ranks import Ranks
+from lorakernels.train.ranks.ranks import Ranks
 
 Say = Callable[[str], None]
 

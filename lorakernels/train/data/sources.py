@@ -18,7 +18,8 @@ from typing import Any
 
 from lorakernels.train.data.unpack import COMPRESSED, Opened, opened
 from lorakernels.train.errors import DataError, require
-from lorakernels.train.unique_names import NameTwice, load_json, load_json_at, twice
+from lorakernels.train.files.searched import ON_DISK, SPLITS, is_searched
+from lorakernels.train.files.unique_names import NameTwice, load_json, load_json_at, twice
 
 TEXT = ".txt"
 KINDS = {
@@ -37,8 +38,6 @@ REFUSED = {
     ".tgz": "is an archive: unpack it first, e.g. with tar -xf",
     ".xlsx": "is a spreadsheet: write it as .csv",
 }
-ON_DISK = "state.json"  # what datasets' save_to_disk writes last into a folder
-SPLITS = "dataset_dict.json"
 _HELD_BACK = re.compile(r"(^|[^a-z])(test|val|valid|validation|dev|eval)([^a-z]|$)")
 _TRAINED = re.compile(r"(^|[^a-z])train([^a-z]|$)")
 
@@ -104,12 +103,6 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
             check_kind(file)
         found.extend(Source(entry, file) for file in files)
     return found, notes
-
-
-def is_searched(path: Path) -> bool:
-    """Whether an entry of --data means all data files in a folder, at any depth."""
-    own = (ON_DISK, SPLITS)  # a folder of the datasets library is read by that
-    return path.is_dir() and not any((path / name).is_file() for name in own)
 
 
 def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:

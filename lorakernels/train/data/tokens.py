@@ -50,8 +50,8 @@ from lorakernels.train.data.sources import (
 )
 from lorakernels.train.data.template_check import TemplateCheck
 from lorakernels.train.errors import DataError
-from lorakernels.train.files import replace_dir, write_bytes
-from lorakernels.train.manifest import entry_of
+from lorakernels.train.files.files import replace_dir, write_bytes
+from lorakernels.train.files.manifest import entry_of
 from lorakernels.train.progress import Observer, nobody
 
 # Of these files, and of how the files of this folder make tokens of rows, or refuse them. Without a chat template

@@ -43,7 +43,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     routing = SimpleNamespace(without_plans=without_plans)
-    monkeypatch.setitem(sys.modules, "lorakernels.plans.routing", routing)
+    monkeypatch.setitem(sys.modules, "lorakernels.recorded.routing", routing)
     return found
 
 
@@ -85,7 +85,7 @@ def test_every_row_is_ok(
 def test_without_plans_to_go_without_a_row_says_so(
     providers: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "lorakernels.plans.routing", None)
+    monkeypatch.setitem(sys.modules, "lorakernels.recorded.routing", None)
     makes = bench.linear_cases(True, CPU)["64 -> 64, 32 tokens, p = 0.1"]
     chosen = {name: makes[name] for name in ("ours, by the ops", "linear bf16, no lora")}
     found = bench.bench_case(chosen, CPU, 1, NEVER)

@@ -36,7 +36,7 @@ def test_the_checkpoint_is_the_model_that_loops_train(
     bench: Any, files: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several shards; every tensor in one of them, none twice."""
-    from lorakernels.train.model import load_model, load_tokenizer
+    from lorakernels.train.model.model import load_model, load_tokenizer
 
     spec = files.JOBS["tiny"]
     monkeypatch.setattr(files, "SHARD", 40_000)
@@ -69,7 +69,7 @@ def test_texts_are_packed_documents_of_mixed_lengths_and_whole_rows(
 
 
 def test_the_command_is_what_a_user_types(bench: Any, files: Any, tmp_path: Path) -> None:
-    from lorakernels.train.options import FinetuneOptions
+    from lorakernels.train.options.options import FinetuneOptions
 
     spec = files.JOBS["8b8"]
     words = bench.command(spec, tmp_path, "cli, default", 25, "cuda")

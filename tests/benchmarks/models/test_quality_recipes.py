@@ -24,7 +24,7 @@ SIZES = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 32 columns, whose rows do not end with a block of 128."""
     transformers = pytest.importorskip("transformers")
-    from lorakernels.train.byte_tokenizer import byte_tokenizer
+    from lorakernels.train.data.byte_tokenizer import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     tokenizer = byte_tokenizer()

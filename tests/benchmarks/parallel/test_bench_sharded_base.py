@@ -16,9 +16,9 @@ import torch
 from benchmarks.lib.predictions import machine_of, placement_of, prediction
 from benchmarks.lib.rows import Row
 from benchmarks.peers.models import SPECS
-from lorakernels.parallel.plan_machine import MACHINES
-from lorakernels.parallel.plan_memory import Placement
-from lorakernels.parallel.plan_size import ModelSize
+from lorakernels.planner.machine import MACHINES
+from lorakernels.planner.memory import Placement
+from lorakernels.planner.size import ModelSize
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.processes import on_ranks
 

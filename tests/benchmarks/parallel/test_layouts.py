@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lorakernels.parallel import comm
+from lorakernels.parallel.ranks import comm
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
 from tests.processes import on_ranks
@@ -89,7 +89,7 @@ def chosen(rank: int, device: torch.device) -> dict[str, Any]:
     from benchmarks.lib import layouts
     from benchmarks.peers.models import SPECS
     from benchmarks.peers.training import NO_LIMIT, Ours
-    from lorakernels.parallel.row_exchange import LEAST
+    from lorakernels.parallel.ranks.exchange import LEAST
 
     found: dict[str, Any] = {}
     for name in ("dp", "tp 2", "cp 2"):

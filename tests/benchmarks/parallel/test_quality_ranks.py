@@ -17,7 +17,7 @@ from lorakernels.graphs import GraphOptions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.report.plots import draw_all, quality_ranks
-from lorakernels.parallel import comm
+from lorakernels.parallel.ranks import comm
 from tests.benchmarks.aliases import Load, RowsOf, Run
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend

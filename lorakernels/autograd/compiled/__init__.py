@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers under torch.compile: one op each way, and what it launches."""
+
+from lorakernels.lazy import offer_submodules
+
+offer_submodules(__name__)

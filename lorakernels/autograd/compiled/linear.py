@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRALinear under torch.compile: one op each way, equal in every layer's trace.
+
+    forward    y, x8, s = compiled_linear_forward(x, W8, A, B, handle, training)
+    backward   dx, dA, dB = compiled_linear_backward(dy, x8, s, W8, A, B, handle, training)
+
+Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
+site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
+
+The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
+forward that runs twice records the same amax. The first layer's op makes the automatic update before it reads a scale.
+A visible write would do harm: the state would be saved for backward, which would then find it overwritten.
+
+Inductor keeps backward passes on disk by the forward's graph alone. So a change of the backward op's arguments, or of
+`_differentiate`, needs another name of the forward op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lorakernels import ops
+from lorakernels.autograd.compiled.call import Found, launch_ahead
+from lorakernels.autograd.compiled.plan import (
+    Planned,
+    Saved,
+    backward_plan,
+    forward_plan,
+    planned_backward,
+    planned_forward,
+    run_backward,
+    run_forward,
+)
+from lorakernels.autograd.linear.node import Needs, in_bytes
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, check_input
+from lorakernels.numerics.autocast import under_autocast
+from lorakernels.numerics.blocks import blocks_of
+from lorakernels.ops.register import Op, define_composed, empty
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.handles import Numbers, numbers_of
+from lorakernels.values import Scaled, Scaling, Weight
+
+
+def _spec(
+    numbers: Numbers,
+    scaling: float | None,
+    p: float | None,
+    mask: Tensor | None,
+    column: int,
+    training: bool,
+) -> LoRASpec:
+    drawn = numbers if mask is None else numbers_of(mask)
+    key = (scaling, p, drawn.p, drawn.site, drawn.row0, drawn.chunks, column, training)
+    if key in numbers.made:
+        return numbers.made[key]
+    spec = LoRASpec(
+        scaling=numbers.scaling if scaling is None else scaling,
+        p=drawn.p if p is None else p,
+        site=drawn.site,
+        row0=drawn.row0,
+        chunks=drawn.chunks,
+        blocks=numbers.blocks,
+    )
+    state = numbers.state
+    if state is not None:
+        spec = spec.following(state.recipe, column, training)
+    numbers.made[key] = spec
+    return spec
+
+
+def _states(state: FP8State | None) -> tuple[Tensor | None, Tensor | None]:
+    """The state of x and of dy; None over a plain base and over blocks."""
+    return (None, None) if state is None else (state.forward, state.backward)
+
+
+def _directly(x: Tensor) -> Callable[..., Any]:
+    """Returns `run(op, *arguments)`, which calls the op's implementation for x's device without the dispatcher.
+
+    The enclosing op's call has been through the dispatcher already.
+    """
+
+    def run(op: Op[..., Any], *arguments: Any) -> Any:
+        return op.run(*arguments) if x.is_cuda else op.reference(*arguments)
+
+    return run
+
+
+def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
+    """x8 [M, K] and its scale_inv [1], for several calls of `compiled_linear_forward` with one x [M, K]."""
+    numbers = numbers_of(handle)
+    assert numbers.state is not None
+    numbers.state.begin(x.device, numbers.column_dy, training)
+    scaling = Scaling(numbers.state.forward, numbers.column_x, training)
+    x8, scale_inv, _ = _directly(x)(ops.quantize_lora_down, x, None, scaling, None)
+    return x8, scale_inv
+
+
+def compiled_linear_forward(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale_inv: Tensor | None,
+    bias: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    slot: Tensor | None,
+    handle: Tensor,
+    training: bool,
+    scaling: float | None = None,
+    p: float | None = None,
+    mask: Tensor | None = None,
+    x8: Tensor | None = None,
+    x_scale_inv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y, x8, x_scale_inv, s) of x [M, K]. x8 and its scale_inv are empty if they are given, or if W is plain.
+
+    `scaling` and `p`, if given, replace the layer's own. `mask` is the handle of the layer whose dropout site and p
+    are used. `weight` may be e4m3.
+    """
+    numbers = numbers_of(handle)
+    state = numbers.state
+    owns_x = numbers.column_x == numbers.column_dy  # else the first layer of its group does
+    # with x8 given to the layer that owns x, `quantize_input` has called `begin` already
+    if state is not None and not (owns_x and x8 is not None):
+        state.begin(x.device, numbers.column_dy, training)
+    spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
+    frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
+    if x8 is None and weight_scale_inv is not None:
+        call = Call(spec, slot, *_states(state))
+        found = planned_forward(x, bias, adapter, frozen, call)
+        if found is not None:
+            return found
+    given = None if x8 is None else Scaled(x8, x_scale_inv)
+    call = Call(spec, slot, None if state is None or given is not None else state.forward)
+    return run_forward(_directly(x), x, bias, adapter, in_bytes(frozen), call, given)
+
+
+def _fake_forward(  # type: ignore[no-untyped-def]
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, training,
+    scaling=None, p=None, mask=None, x8=None, x_scale_inv=None,
+):  # fmt: skip
+    y = empty(x, x.shape[0], weight.shape[0])
+    quantizes = weight_scale_inv is not None and x8 is None
+    made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
+    scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
+    if quantizes and weight_scale_inv.dim() == 2:  # of blocks
+        scale_inv = empty(x, blocks_of(x.shape[1]), x.shape[0], dtype=torch.float32)
+    s = empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
+    return y, made8, scale_inv, s
+
+
+def compiled_linear_backward(
+    dy: Tensor,
+    operand: Tensor | None,
+    x_scale_inv: Tensor | None,
+    s: Tensor | None,
+    weight: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    lora_A: Tensor | None,
+    lora_B: Tensor | None,
+    bias: Tensor | None,
+    slot: Tensor | None,
+    handle: Tensor,
+    needs: Sequence[bool],
+    training: bool,
+    scaling: float | None = None,
+    p: float | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
+
+    `operand` is x8, or x over a plain W. `training` is the forward's.
+    """
+    numbers = numbers_of(handle)
+    state = numbers.state
+    dy = dy.contiguous()
+    spec = _spec(numbers, scaling, p, mask, numbers.column_dy, training)
+    need, (state_x, state_dy) = Needs(*needs), _states(state)
+    saved = Saved(
+        Weight(weight, weight_scale_inv) if weight is not None else None,
+        Adapter(lora_A, lora_B, s),
+        None if operand is None else Scaled(operand, x_scale_inv),
+        Call(spec, slot, None, state_dy),
+    )
+    if weight_scale_inv is not None:
+        found = planned_backward(dy, saved, need, state_x)
+        if found is not None:
+            return found
+    if saved.weight is not None:
+        saved = saved._replace(weight=in_bytes(saved.weight))
+    dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+    return run_backward(_directly(dy), dy, saved, need, dtypes)
+
+
+def _fake_backward(  # type: ignore[no-untyped-def]
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B, bias,
+    slot, handle, needs, training, scaling=None, p=None, mask=None,
+):  # fmt: skip
+    need = Needs(*needs)
+    none = [empty(dy, 0) for _ in range(4)]
+    return (
+        empty(dy, dy.shape[0], weight.shape[1]) if need.x else none[0],
+        torch.empty_like(lora_A, memory_format=torch.contiguous_format) if need.A else none[1],
+        torch.empty_like(lora_B) if need.B else none[2],
+        torch.empty_like(bias) if need.bias else none[3],
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, weight_scale_inv, bias, *others = inputs
+    lora_A, lora_B, slot, handle, training, scaling, p, mask, x8, x_scale_inv = others
+    _, made8, made_scale_inv, s = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(made8, made_scale_inv, s)
+    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 4, 5, 3)))
+    if weight_scale_inv is not None and x8 is None:
+        x8, x_scale_inv = made8, made_scale_inv
+    by_reference = needs.x or needs.A
+    planned = by_reference or needs.B  # plans are found by W, also where no dx is computed
+    ctx.save_for_backward(
+        (x if x8 is None else x8) if needs.A else None,
+        x_scale_inv if needs.A else None,
+        s if needs.B else None,
+        weight if planned else None,
+        weight_scale_inv if planned else None,
+        lora_A if by_reference else None,
+        lora_B if by_reference or needs.B else None,
+        bias if needs.bias else None,
+        slot if by_reference else None,
+        handle,
+        mask,
+    )
+    ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), (training, scaling, p)
+
+
+def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+    found: list[Tensor | None] = [None] * ctx.inputs
+    if dy is None:
+        return tuple(found)
+    *tensors, mask = ctx.saved_tensors
+    grads = backward_op(dy, *tensors, list(ctx.needs[:4]), *ctx.numbers, mask)
+    for place, grad, needed in zip((0, 4, 5, 3), grads, ctx.needs, strict=False):
+        found[place] = grad if needed else None
+    return tuple(found)
+
+
+quantize_input = define_composed(
+    quantize_shared_input,
+    lambda x, handle, training: (
+        empty(x, *x.shape, dtype=torch.uint8),
+        empty(x, 1, dtype=torch.float32),
+    ),
+)
+backward_op = define_composed(compiled_linear_backward, _fake_backward)
+forward_op = define_composed(
+    compiled_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
+)
+
+
+def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) -> Found | None:
+    if planned is None:
+        return None
+    plan, known = planned
+    return Found(plan, [i for i in places if args[i] is not None], known.columns, known.sites)
+
+
+def _forward_operands(
+    numbers: Numbers, args: Sequence[Any]
+) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
+    """What `forward_plan` takes, from the first nine arguments of `compiled_linear_forward`."""
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
+    spec = _spec(numbers, None, None, None, numbers.column_x, training)
+    frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
+    return x, bias, adapter, frozen, Call(spec, slot, *_states(numbers.state))
+
+
+def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+    if args[2] is None:  # a plain weight
+        return None
+    planned = forward_plan(*_forward_operands(numbers, args))
+    return _found(planned, args, (0, 3, 4, 5, 1, 2, 6))
+
+
+def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`compiled_linear_forward` behind the state's `begin`."""
+    x, bias, adapter, weight, call = _forward_operands(numbers_of(args[7]), args)
+    return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
+
+
+def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B = args[:8]
+    slot, needs, training = args[9], args[11], args[12]
+    if weight_scale_inv is None:
+        return None
+    state_x, state_dy = _states(numbers.state)
+    spec = _spec(numbers, None, None, None, numbers.column_dy, training)
+    saved = Saved(
+        Weight(weight, weight_scale_inv),
+        Adapter(lora_A, lora_B, s),
+        None if operand is None else Scaled(operand, x_scale_inv),
+        Call(spec, slot, None, state_dy),
+    )
+    planned = backward_plan(dy, saved, Needs(*needs), state_x)
+    return _found(planned, args, (0, 6, 7, 4, 5, 3, 1, 2, 9))
+
+
+launch_ahead(forward_op, 7, 9, _forward_found, _forward_by_ops, begins=True)
+launch_ahead(backward_op, 10, 13, _backward_found, compiled_linear_backward, begins=False)
+
+
+def is_compiling() -> bool:
+    """Whether to trace `compiled_linear`. torch.export must not: an exported program has no handles when it is loaded.
+
+    The private flag is read because `torch.compiler.is_exporting()` is true in every trace of torch 2.8.
+    """
+    return torch.compiler.is_compiling() and not torch.compiler._is_exporting_flag
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., K] → contiguous [M, K], in the autocast dtype under autocast."""
+    return under_autocast(x).reshape(-1, x.shape[-1]).contiguous()
+
+
+def compiled_linear(
+    x: Tensor,
+    base: tuple[Tensor, Tensor | None, Tensor | None],
+    adapter: tuple[Tensor | None, Tensor | None],
+    slot: Tensor | None,
+    handle: Tensor,
+    training: bool,
+    **options: Any,
+) -> Tensor:
+    """`lora_linear` for a trace: x [..., K] → [..., N].
+
+    `base` is (weight, its scale_inv, bias), `adapter` is (A, B). `options` are the optional arguments of
+    `compiled_linear_forward`.
+    """
+    check_input(x, base[0])
+    y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]
+    return y.view(*x.shape[:-1], base[0].shape[0])

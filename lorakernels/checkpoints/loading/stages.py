@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load what a rank of a pipeline has of a model, and none of the others' weights.
+
+Until all is read, something else stands for a weight of another rank (stand_ins.py). So adapters are drawn as in one
+process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lorakernels.checkpoints.loading.stand_ins import StandIns
+from lorakernels.parallel.pipeline.check import check, check_ranks, places_of
+from lorakernels.parallel.pipeline.cut import Cut, stages_of
+from lorakernels.parallel.ranks.group import Ranks
+
+
+class Stages(NamedTuple):
+    """What `load_quantized(stages=…)` takes: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
+
+    mesh: Any
+    chunks: int = 1
+
+    @classmethod
+    def of(cls, given: Any) -> Stages | None:
+        """`given`: a mesh, (mesh, chunks), or None.
+
+        Raises:
+            ValueError: chunks is no positive integer.
+        """
+        if given is None:
+            return None
+        found = cls(*given) if isinstance(given, tuple) else cls(given)
+        if type(found.chunks) is not int or found.chunks < 1:
+            raise ValueError(f"stages: chunks must be a positive integer, found {found.chunks!r}")
+        return found
+
+
+class OtherStages:
+    """The modules of `model` that other ranks have, while this rank's are read.
+
+    Args:
+        model: before it has weights.
+        stages: where it is cut.
+        device: of the model's weights.
+
+    Attributes:
+        inside: what the names of their parameters begin with.
+        stand_ins: what stands for these parameters.
+
+    Raises:
+        TypeError, ValueError: as for `pipeline_parallel`.
+    """
+
+    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
+        ranks = Ranks(stages.mesh.get_group())
+        places = places_of(model)
+        self.cut = Cut(ranks, places, stages_of(places, ranks.size, stages.chunks))
+        self.inside = tuple(f"{path}." for path in self.cut.elsewhere())
+        self.stand_ins = StandIns(device)
+
+    def take_out(self, model: nn.Module) -> None:
+        """Leave this rank its part, after adapters were put on the whole model.
+
+        Raises:
+            ValueError: the model cannot run as stages.
+        """
+        check(model, self.cut.places)
+        check_ranks(model, self.cut.stages, self.cut.ranks.size)
+        self.cut.take_out(model)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether several adapters divide the sequences that a model is given.
+
+A layer that its own module gives flat rows [B · T, K], as OPT's fc1 and a shared expert get, cannot tell where a
+sequence ends. So the model is asked before it runs, once a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.numerics.segments import adapters_of, cut_sequence
+
+_REPEATED = (nn.ModuleList, nn.Sequential)  # what they hold is not asked: the model is
+
+
+class BatchInput:
+    """A hook before the forward of a module that holds layers of one AdapterBatch.
+
+    It looks at the first positional argument, or else at the argument of one of `names`: tokens [B, T], or numbers of
+    three dimensions or more. Rows of two dimensions, [M, K], are each a sequence of their own.
+    """
+
+    def __init__(self, layer: LoRALinear, names: tuple[str, ...]) -> None:
+        """`layer`: one of them. It is not kept: `unload` may replace it, and its memory is then free."""
+        self._names, self._calls = names, layer.adapter_rows
+        self._adapters = adapters_of(layer.lora_A)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """ValueError if the adapters do not divide the sequences."""
+        given = args[:1] or [kwargs[n] for n in self._names if kwargs.get(n) is not None]
+        x = given[0] if given else None
+        if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() == 2 and x.is_floating_point()):
+            return
+        named = self._calls is not None and self._calls.asked
+        if not named and x.shape[0] % self._adapters == 0:
+            return
+        layer = self._running(module)
+        if layer is None:
+            return
+        adapters = _adapters_of_call(layer) if named else adapters_of(layer.lora_A)
+        if adapters and x.shape[0] % adapters:
+            raise cut_sequence(x, adapters)
+
+    def _running(self, module: nn.Module) -> LoRALinear | None:
+        """One of the layers that is still there, and not switched off; None if there is none."""
+        own = (m for m in module.modules() if isinstance(m, LoRALinear))
+        return next(
+            (m for m in own if m.adapter_rows is self._calls and not m.disable_adapters), None
+        )
+
+
+@_disable_dynamo
+def _adapters_of_call(layer: LoRALinear) -> int:
+    rows = rows_of_call(layer)
+    return adapters_of(layer.lora_A) if rows is None else len(rows.numbers)
+
+
+def ask_inputs(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
+    """Let `model`, and what of it holds `layers` outside of its repeated blocks, look at the sequences it is given.
+
+    Args:
+        model: of `batch_adapters`.
+        layers: {path: LoRALinear} in it.
+    """
+    one = next(iter(layers.values()))
+    for caller in _callers(model, layers):
+        own = getattr(caller, "main_input_name", "input_ids")  # as transformers has it
+        names = tuple(dict.fromkeys((own, "input_ids", "inputs_embeds")))
+        caller.register_forward_pre_hook(BatchInput(one, names), with_kwargs=True)
+
+
+def _callers(model: nn.Module, paths: Iterable[str]) -> Iterator[nn.Module]:
+    seen: set[int] = set()
+    for path in paths:
+        module = model
+        for name in path.split("."):
+            if id(module) not in seen and not isinstance(module, nn.ModuleList):
+                seen.add(id(module))
+                yield module
+            if isinstance(module, _REPEATED):
+                break
+            module = module.get_submodule(name)
+            if isinstance(module, LoRALinear):
+                break

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `context_parallel` changes in a model, so that attention runs over the ranks; and changing it back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, nn
+
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.parts import Parts
+from lorakernels.modules.linear.holder import ROWS_OVER_RANKS
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.projections import frozen_layers, share_state
+from lorakernels.modules.model.angles import angles_by_document, document_angles
+from lorakernels.parallel.context.attention import ContextAttention
+from lorakernels.parallel.context.check import OF_MODULE
+from lorakernels.parallel.context.rows import OwnChunks
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.state.fp8 import FP8State
+
+ATTENTION = "lorakernels_context_parallel"  # among transformers' attention functions
+
+
+class Changes:
+    """Attributes that were set and hooks that were registered, to be undone. A copy is of the copied objects."""
+
+    def __init__(self) -> None:
+        # (owner, attribute, its value; ... if it had none)
+        self._before: list[tuple[Any, str, Any]] = []
+        self._hooks: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Changes:
+        made = memo[id(self)] = Changes()
+        for owner, name, value in self._before:
+            theirs = copy.deepcopy(owner, memo)
+            made._before.append((theirs, name, value))
+            if isinstance(owner, FP8State):  # whose copies have no groups
+                theirs.shared_over = owner.shared_over
+        made._hooks = copy.deepcopy(self._hooks, memo)
+        return made
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute."""
+        self._before.append((owner, name, getattr(owner, name, ...)))
+        setattr(owner, name, value)
+
+    def hook(self, module: nn.Module, before: Any) -> None:
+        """Register a forward_pre_hook that takes keywords."""
+        self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def keep(self, handles: list[Any]) -> None:
+        """Note hooks that were registered."""
+        self._hooks += handles
+
+    def undo(self) -> None:
+        """Let all be as it was before, the last change first."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is ...:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: Changes) -> None:
+    """Let the model's attention run over the ranks, and its adapters draw the masks of this rank's tokens.
+
+    Args:
+        model: a causal language model of transformers, or one rank's stages of it.
+        ranks: who share its rows.
+        layers: its decoder layers, those of this rank's stages if it was cut.
+        changes: where to note what is changed, also of an attempt that raises.
+    """
+    contexts: dict[str, ContextAttention] = {}
+    adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
+    own_chunks = OwnChunks(adapters, ranks)
+    _register()
+    for layer in layers.values():
+        module, wanted = layer.get_submodule(spec_of(layer).attention), "auto"
+        parts: Parts | None = layer.__dict__.get("_fused")
+        if parts is not None:
+            wanted = parts.attention
+        context = contexts.setdefault(wanted, ContextAttention(ranks, wanted, own_chunks.of))
+        changes.put(module, OF_MODULE, context)
+        if parts is not None:
+            changes.put(parts, "context", context)  # which says the rows by itself
+        elif adapters:
+            changes.hook(module, own_chunks.before)
+    for module in (m for m in model.modules() if m._parameters):
+        changes.put(module, ROWS_OVER_RANKS, True)
+    changes.put(model.config.get_text_config(), "_attn_implementation", ATTENTION)
+    changes.keep(angles_by_document(model))
+    for hook in document_angles(model):
+        changes.put(hook, "to_end", None)  # ContextParallel sets it in each call
+    share_state(frozen_layers(model))  # `attach` would else put another state in their place
+    states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
+    for state in states.values():
+        changes.put(state, "shared_over", (*state.shared_over, ranks.group))
+    inside = {id(m) for layer in layers.values() for m in layer.modules()}
+    for adapter in adapters:
+        changes.put(adapter, "chunks", adapter.chunks)
+        changes.put(adapter, "row0", 0)
+        if id(adapter) not in inside:
+            changes.hook(adapter, own_chunks.before)
+
+
+def _register() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: out [B, T, H, D]. It has no mask for this name, and makes none."""
+    context: ContextAttention = vars(module)[OF_MODULE]
+    if attention_mask is not None or kwargs.get("dropout"):
+        raise ValueError("attention over ranks has no attention_mask and no dropout")
+    longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size
+    documents = kwargs.get("cu_seq_lens_q"), longest
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return context.attend(query, key, value, documents, scale).transpose(1, 2).contiguous(), None

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `context_parallel` compares over ranks, and which models, decoder layers and modules it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.parallel.base.layers import decoder_layers, managed_by_graphs
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
+from lorakernels.parallel.ranks.group import Ranks
+
+OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """What must be equal on all ranks, by what it is called in a message."""
+    trained = {
+        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
+    }
+    return trained | scales(model) | generators(model, next(model.parameters()).device)
+
+
+def objection(layer: nn.Module) -> str:
+    """Why a decoder layer's attention cannot begin to run over ranks; "" if it can."""
+    if managed_by_graphs(layer):
+        return (
+            "is managed by attach or lorakernels.graphs, whose replays would have attention of whole rows: call "
+            "context_parallel first"
+        )
+    spec = spec_of(layer)
+    if spec.window_of(layer) is not None:
+        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
+    if spec.cap_of(layer) is not None:
+        return "has capped scores, which attention over ranks does not have"
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        if parts.context is not None:
+            return "runs over ranks already"
+        if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
+            return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
+    elif OF_MODULE in vars(layer.get_submodule(spec.attention)):
+        return "runs over ranks already"
+    return ""
+
+
+def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.Module]:
+    """Collective: the model's decoder layers; if it was cut into `stages` of those ranks, those of this rank.
+
+    Errors are those of `context_parallel`.
+    """
+    with comm.together(ranks.group):
+        config = getattr(model, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+        if hasattr(model, "get_base_model"):
+            raise TypeError(
+                f"model must be one of transformers, found {type(model).__name__} around it: give its get_base_model()"
+            )
+        if stages is not None and stages.group is ranks.group and ranks.size > 1:
+            raise ValueError(
+                "the model has stages on these ranks already: rows over ranks need a dimension of their own"
+            )
+        layers = decoder_layers(model)
+        for path, layer in layers.items():
+            if why := objection(layer):
+                raise ValueError(f"{path} {why}")
+        refuse_masks(model, ranks.group)
+        mine = fingerprint(model)
+    check_equal(comm.agree(ranks.group, mine))
+    return layers
+
+
+def refuse_masks(model: nn.Module, group: Any) -> None:
+    """ValueError, which names it, for a module whose masks cannot be drawn over the ranks of `group`."""
+    for name, module in model.named_modules():
+        if why := _cannot_draw(module, group):
+            raise ValueError(f"{name} {why}")
+
+
+def _cannot_draw(module: nn.Module, group: Any) -> str:
+    """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
+    split = getattr(module, "ranks", None)
+    if isinstance(split, Ranks) and split.group is group:
+        return "is split over these ranks already: tensor parallelism needs a dimension of its own"
+    if isinstance(module, nn.Dropout) and module.p:
+        return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"
+    if isinstance(module, LoRALinear) and module.lora_dropout and module.has_magnitude:
+        return (
+            f"is a {type(module).__name__} with dropout, whose masks cannot be drawn over ranks yet"
+        )
+    return ""

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `pipeline_parallel` finds in a model and refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
+from lorakernels.modules.group.layer import GroupedLoRALinear
+from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.linear.holder import is_held, is_split
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.parallel.base.layers import GRAPHS, decoder_layers, managed_by_graphs
+from lorakernels.parallel.context.share import ContextParallel
+from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.agree import checksum
+from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
+from lorakernels.state.fp8 import FP8State
+from lorakernels.state.philox import PhiloxState
+
+
+def places_of(model: Any) -> Places:
+    """Where a causal language model of transformers has what is cut.
+
+    Raises:
+        TypeError: it has no config of transformers, or no head.
+        ValueError: it has no decoder layer that `fuse` knows, or its layers are not all in the module that transformers
+            calls the base model.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"model must be one of transformers, found {type(model).__name__}")
+    for path, module in model.named_modules():
+        if "_orig_mod" in module._modules or _is_compiled(module):
+            raise ValueError(
+                f"{path or 'the model'} is compiled: stages run eagerly, without torch.compile"
+            )
+    layers = decoder_layers(model)
+    first = next(iter(layers))
+    base = first.rpartition(".")[0].rpartition(".")[0]
+    if model.get_submodule(base) is not model.base_model or any(
+        path.rpartition(".")[0] != first.rpartition(".")[0] for path in layers
+    ):
+        raise ValueError(f"{type(model).__name__} has decoder layers outside of its base model")
+    names = {id(module): path for path, module in model.named_modules()}
+    head = model.get_output_embeddings()
+    if head is None:
+        raise TypeError(f"model must have an output head, found {type(model).__name__}")
+    norm = (
+        f"{base}.{spec_of(layers[first]).last_norm}" if base else spec_of(layers[first]).last_norm
+    )
+    return Places([*layers], base, names[id(model.get_input_embeddings())], norm, names[id(head)])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def check(model: nn.Module, places: Places) -> None:
+    """Refuse what cannot run as stages, of a whole model or of a rank's part.
+
+    Raises:
+        ValueError: the message names the module and why.
+    """
+    if ContextParallel.of(model) is not None:
+        raise ValueError(
+            "the model's rows are shared by context_parallel: call pipeline_parallel first, then context_parallel"
+        )
+    embedding = getattr(model.get_submodule(places.embedding), "weight", None)
+    for path in places.layers:
+        layer = model.get_submodule(path)
+        if isinstance(layer, Absent):
+            continue
+        for objection in _objections(layer, embedding):
+            raise ValueError(f"{path} {objection}")
+    inside = tuple(f"{path}." for path in places.layers)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not name.startswith(inside):
+            raise ValueError(
+                f"{name} trains: outside of the decoder layers no parameter of a pipeline can train yet"
+            )
+    for path, module in model.named_modules():
+        if why := _objection(module):
+            raise ValueError(f"{path} {why}")
+
+
+def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
+    spec = spec_of(layer)
+    if (dropout := spec.drops(layer)) is not None:
+        yield f"has {dropout}, whose masks cannot be those of one process: set it to 0"
+    dtype = dtype_of(layer)
+    if embedding is not None and dtype != embedding.dtype:
+        yield f"has norms of {dtype} behind an embedding of {embedding.dtype}: they must be equal"
+    if managed_by_graphs(layer) or "forward" in vars(layer):
+        yield (
+            "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
+        )
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        if parts.offload is not None:
+            yield "keeps activations in host memory: fuse without offload_activations"
+    if any(p.is_meta for p in layer.parameters()):
+        yield "is on the meta device: give the model its weights first"
+    if any(is_sharded(p) for p in layer.parameters()):
+        yield "has parameters that are DTensors (FSDP2), which are not cut into stages"
+
+
+def dtype_of(layer: nn.Module) -> torch.dtype:
+    """Of a decoder layer's first norm, which is that of what stages send each other."""
+    return layer.get_parameter(f"{spec_of(layer).all_norms[0]}.weight").dtype
+
+
+def _objection(module: nn.Module) -> str:
+    if is_held(module):
+        return "is in a sharded or offloaded base, which a pipeline does not have yet"
+    if is_split(module) or isinstance(module, (VocabularyEmbedding, VocabularyHead)):
+        return "is split by parallelize, which a pipeline does not have yet"
+    if isinstance(module, nn.Dropout) and module.p:
+        return (
+            f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
+        )
+    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
+        return "has several adapters in one batch, whose rows microbatches would cut apart"
+    if isinstance(module, LoRALinear) and module.lora_dropout:
+        if not isinstance(module.rng_state, PhiloxState):
+            return (
+                "has dropout, whose masks are those of one process with a PhiloxState alone: "
+                f"apply_lora(rng_state=PhiloxState(seed, device)), found {type(module.rng_state).__name__}"
+            )
+        if isinstance(module, GroupedLoRALinear):
+            return "is in a group of projections with dropout, which a pipeline does not have yet"
+    return ""
+
+
+def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, placed: bool) -> None:
+    """Refuse what a layer has become since it was cut. A GraphManager may record and replay it.
+
+    Args:
+        path, layer: where and what it is.
+        offsets: the state by whose offset microbatches differ, or None.
+        placed: whether a capture of the layer drew as its stage does.
+
+    Raises:
+        RuntimeError: the layer is compiled or has another forward, or it has dropout and is managed without `offsets`,
+            checkpointed by torch with them, or captured without being placed.
+    """
+    own = vars(layer).get("forward")
+    other = own is not None and not type(own).__module__.startswith(GRAPHS)
+    if _is_compiled(layer) or other:
+        raise RuntimeError(
+            f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
+        )
+    if not (layer.training and slots_of(layer)):
+        return
+    if offsets is not None and getattr(layer, "gradient_checkpointing", False):
+        raise RuntimeError(
+            f"{path} has dropout and gradient checkpointing, whose recomputation would not have the offset of its "
+            "microbatch: leave pipeline.offsets None, or fuse with save='checkpoint' instead"
+        )
+    if not managed_by_graphs(layer):
+        return
+    if offsets is None:
+        raise RuntimeError(
+            f"{path} has dropout and is managed by lorakernels.graphs, but pipeline.offsets is None: set it to the "
+            "layers' PhiloxState, by which microbatches then differ, or set lora_dropout=0, or leave the graphs out"
+        )
+    if own is not None and not placed:
+        raise RuntimeError(
+            f"{path} has dropout and was captured without rng_states=pipeline.rng_states of GraphManager: its replays "
+            "would not draw the masks of one process"
+        )
+
+
+def slots_of(layer: nn.Module) -> int:
+    """How many dropout slots a forward of the layer draws in training."""
+    if isinstance(layer, FusedDecoderLayer):
+        parts: Parts = layer.__dict__["_fused"]
+        groups = ([bool(m.lora_dropout) for m in group.adapted] for group in parts.groups)
+        shared = [group.shared_dropout for group in parts.groups]
+        return sum(
+            sum(drops[:1] if one else drops) for drops, one in zip(groups, shared, strict=True)
+        )
+    adapters = (m for m in layer.modules() if isinstance(m, LoRALinear))
+    return sum(bool(m.lora_dropout) and not (m.merged or m.disable_adapters) for m in adapters)
+
+
+def fingerprint(model: nn.Module, values: bool) -> dict[str, Any]:
+    """What must be equal on all ranks before the model is cut, by what it is called in a message.
+
+    Args:
+        model: with all its modules.
+        values: whether all parameters that train have values.
+    """
+    trained = {
+        f"the values of {n}": checksum(p)
+        for n, p in model.named_parameters()
+        if values and p.requires_grad
+    }
+    adapters = [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
+    numbers = {
+        f"site, scaling or dropout of {n}": (m.site, m.scaling, m.lora_dropout) for n, m in adapters
+    }
+    return trained | numbers | generators(model)
+
+
+def generators(model: nn.Module) -> dict[str, Any]:
+    """The random states from which masks draw, by what they are called in a message."""
+    found: dict[str, Any] = {"torch's CPU generator": torch.get_rng_state().tolist()}
+    states = {id(s): s for m in model.modules() if (s := getattr(m, "rng_state", None)) is not None}
+    return found | {
+        f"PhiloxState {i}": s.tensor.tolist()
+        for i, s in enumerate(states.values())
+        if isinstance(s, PhiloxState)
+    }
+
+
+def check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
+    """Refuse numbers that torch's schedules do not take.
+
+    Raises:
+        ValueError: it names the number.
+    """
+    for name, value in (("microbatches", microbatches), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, found {value!r}")
+    if microbatches < ranks:
+        raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
+    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
+    if chunks > 1 and microbatches % rounds:
+        raise ValueError(
+            f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"
+        )
+
+
+def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
+    """Refuse ranks that would have nothing to train.
+
+    Raises:
+        ValueError: it names the rank.
+    """
+    for rank in range(ranks):
+        own = [model.get_submodule(path) for part in stages[rank::ranks] for path in part]
+        if not any(p.requires_grad for layer in own for p in layer.parameters()):
+            raise ValueError(
+                f"rank {rank} would have no parameter that trains: take fewer ranks, or adapters on more layers"
+            )
+
+
+def slots_of_stage(model: nn.Module, own: list[str]) -> int:
+    """How many slots a stage of these layers draws for a microbatch."""
+    return sum(slots_of(model.get_submodule(path)) for path in own)
+
+
+def slots_before(model: nn.Module, slots: list[int], own: Iterable[Stage]) -> dict[str, int]:
+    """{path: how many slots a microbatch draws before that layer} of this rank's layers. `slots`: of each stage."""
+    found: dict[str, int] = {}
+    for stage in own:
+        count = sum(slots[: stage.index])
+        for path in stage.own:
+            found[path] = count
+            count += slots_of_stage(model, [path])
+    return found
+
+
+def states_of(model: nn.Module) -> list[FP8State]:
+    """The model's FP8 states.
+
+    Raises:
+        ValueError: one is updated by graphs, or by `attach`.
+    """
+    found = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
+    for state in found.values():
+        if state.in_charge not in ("auto", "explicit"):
+            raise ValueError(
+                f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
+            )
+    return [*found.values()]
+
+
+def agreed_slots(
+    model: nn.Module, ranks: Any, stages: list[list[str]], states: list[FP8State]
+) -> list[int]:
+    """Collective: the slots of each stage for a microbatch. All ranks' states know the columns that `fuse` joined.
+
+    Args:
+        model: cut into `stages`, over `ranks`.
+        states: the model's.
+    """
+    own = range(ranks.rank, len(stages), ranks.size)
+    slots = {i: slots_of_stage(model, stages[i]) for i in own}
+    joint = [[state.names[column] for column in state.joint] for state in states]
+    for others, names in comm.agree(ranks.group, (slots, joint)):
+        slots |= others
+        for state, found in zip(states, names, strict=True):
+            state.joint |= {state.column(name) for name in found}
+    return [slots[i] for i in range(len(stages))]

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `parallelize` finds in a model and refuses, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from lorakernels.autograd.attention.choose import FP8
+from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
+from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.parts import Parts
+from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
+from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_rows_over_ranks
+from lorakernels.modules.linear.initial import initial_of
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.mergeable import MergeableLinear
+from lorakernels.modules.model.logits import change_of_logits
+from lorakernels.modules.model.trained_parts import keeps_weight, kept_parameters
+from lorakernels.parallel.ranks.agree import checksum, generators, scales
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor.layers import why_not_blocks
+from lorakernels.parallel.tensor.split import LoadedParts, Waiting
+from lorakernels.state.philox import PhiloxStates
+
+CUTS = ("column", "row")
+_KNOWN_LINEARS = (nn.Linear, FrozenFP8Linear, MergeableLinear, LoRALinear)
+
+
+class Found(NamedTuple):
+    """What of a model is split.
+
+    Attributes:
+        layers: {path: decoder layer} of one family; empty with a plan of the caller's.
+        spec: their family, or None.
+        cuts: {path of a linear: "column" or "row"}.
+    """
+
+    layers: dict[str, nn.Module]
+    spec: LayerSpec | None
+    cuts: dict[str, str]
+
+
+def found_by(model: nn.Module, plan: Mapping[str, str]) -> Found:
+    """The linears that the patterns of `plan` match. A later pattern does not override an earlier one.
+
+    Raises:
+        ValueError: a pattern matches no linear, two say something else of one, or a value is not in CUTS.
+    """
+    linears = [path for path, m in model.named_modules() if isinstance(m, _KNOWN_LINEARS)]
+    cuts: dict[str, str] = {}
+    for pattern, how in plan.items():
+        if how not in CUTS:
+            raise ValueError(f"plan[{pattern!r}] must be one of {list(CUTS)}, found {how!r}")
+        matches = [path for path in linears if fnmatchcase(path, pattern)]
+        if not matches:
+            raise ValueError(f"plan[{pattern!r}] matches no linear layer of the model")
+        for path in matches:
+            if cuts.setdefault(path, how) != how:
+                raise ValueError(
+                    f"plan[{pattern!r}] is {how!r} for {path}, which is {cuts[path]!r}"
+                )
+    return Found({}, None, cuts)
+
+
+def found_in(model: nn.Module) -> Found:
+    """The decoder layers of a model of transformers, and the linears in them.
+
+    Raises:
+        ValueError: there is none, they are of several families, hold projections packed in one, have norms behind them,
+            or are fused in a way that cannot be split.
+    """
+    layers = dict(_decoder_layers(model))
+    specs = {id(s): s for layer in layers.values() if (s := spec_of(layer))}
+    if len(specs) != 1:
+        raise ValueError(
+            f"{type(model).__name__} must have decoder layers of one family: parallelize knows {KNOWN}; "
+            "for other models pass plan={pattern: 'column' or 'row'}"
+        )
+    (spec,) = specs.values()
+    if len(spec.qkv) != 3 or len(spec.gate_up) != 2:
+        raise ValueError(f"{spec.layer} packs projections into one: it cannot be split yet")
+    if spec.post_norms:
+        raise ValueError(f"{spec.layer} has norms behind its projections: it cannot be split yet")
+    how = {place: "column" for place in (*spec.qkv, *spec.gate_up)}
+    how |= {place: "row" for place in (spec.output, spec.down)}
+    cuts = {f"{path}.{place}": by for path in layers for place, by in how.items()}
+    return Found(layers, spec, cuts)
+
+
+def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if isinstance(module, FusedDecoderLayer):
+            if objection := _objection_to_fused(parts_of(module)):
+                raise ValueError(
+                    f"{path} is fused {objection}, which cannot be split over ranks yet"
+                )
+            yield path, module
+        elif family_of(type(module)):
+            yield path, module
+
+
+def parts_of(layer: FusedDecoderLayer) -> Parts:
+    """How a fused layer runs."""
+    parts: Parts = vars(layer)["_fused"]
+    return parts
+
+
+def _objection_to_fused(parts: Parts) -> str:
+    if parts.over is not None and not isinstance(parts.over, Waiting):
+        return "and split over ranks already"
+    if parts.offload is not None:
+        return "with offload_activations=True"
+    if parts.attention == FP8:
+        return f"with attention={FP8!r}"
+    if parts.context is not None:
+        return "with rows over ranks: call parallelize before context_parallel"
+    return ""
+
+
+def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks, vocabulary: bool) -> None:
+    """Refuse another group, or other layers, than those for which parts were read.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if loaded.ranks.group != ranks.group:
+        raise ValueError("mesh must be the one that load_quantized(tp=…) was given, found another")
+    if loaded.vocabulary and not vocabulary:
+        raise ValueError(
+            "vocabulary must be True, as for load_quantized(tp=…), which read this rank's rows alone, found False"
+        )
+    read = {path: cut.by for path, cut in loaded.cuts.items()}
+    for path in (*read, *found.cuts):
+        if read.get(path) != found.cuts.get(path):
+            raise ValueError(
+                f"plan must be the one that load_quantized(tp=…) was given: {path} was read by {read.get(path)}, and "
+                f"is to be split by {found.cuts.get(path)}"
+            )
+
+
+def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
+    """Refuse what cannot be split.
+
+    Raises:
+        TypeError: a linear's class is not known.
+        ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
+            parameter that trains outside of the split linears, or rows that are over ranks already.
+    """
+    refuse_rows_over_ranks(model, "parallelize")
+    check_sizes(model, found, ranks.size)
+    for path in found.cuts:
+        for objection in _objections(model.get_submodule(path)):
+            raise ValueError(f"{path} {objection}")
+    _check_trained(model, found)
+
+
+def _check_trained(model: nn.Module, found: Found) -> None:
+    if whole := set(_trained_elsewhere(model, found.cuts)):
+        raise ValueError(
+            f"parameters outside of the split layers cannot train yet, found {sorted(whole)[:4]}"
+        )
+
+
+def check_sizes(model: nn.Module, found: Found, size: int, blocks: bool = False) -> None:
+    """Refuse sizes or heads that `size` ranks do not divide; parts that were read have passed this. No value is read.
+
+    With `blocks`, weights count as if they had a scale for each block.
+
+    Raises:
+        ValueError: a linear or the model has one.
+    """
+    for path, how in found.cuts.items():
+        module: Any = model.get_submodule(path)
+        if not isinstance(module, _KNOWN_LINEARS) or is_loaded_part(module):
+            continue
+        by, name, dim = (module.out_features, "out_features", 0)
+        if how == "row":
+            by, name, dim = (module.in_features, "in_features", 1)
+        if by % size:
+            raise ValueError(
+                f"{path} has {name} {by}, which must be a multiple of the {size} ranks"
+            )
+        in_blocks = blocks or getattr(module, "block_scaling", None) is not None
+        if in_blocks and (why_not := why_not_blocks(by, dim, size)):
+            raise ValueError(f"{path} {why_not}")
+    if found.spec is not None:
+        _check_heads(model, size)
+
+
+def check_split(model: nn.Module, size: int, blocks: bool) -> None:
+    """Refuse a model of transformers that `size` ranks cannot split, by its modules alone: no value is read.
+
+    `blocks`: as for `check_sizes`.
+
+    Raises:
+        ValueError: as `found_in` and `check_sizes`, or a parameter outside of the split linears trains.
+    """
+    found = found_in(model)
+    check_sizes(model, found, size, blocks)
+    _check_trained(model, found)
+
+
+def _objections(module: nn.Module) -> Iterator[str]:
+    if type(module) not in _KNOWN_LINEARS and not is_loaded_part(module):
+        yield f"is a {type(module).__name__}, which cannot be split over ranks"
+        return
+    assert isinstance(module.weight, torch.Tensor)
+    if module.weight.requires_grad:
+        yield "has a weight that trains: only adapters and biases of split layers can"
+    if keeps_weight(module):
+        yield "is in modules_to_save, which a split layer is not: call merge_and_unload first"
+    if initial_of(module) is not None:
+        yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
+    if getattr(module, "merged", False):
+        yield "is merged: call unmerge_lora first"
+    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
+        yield "has several adapters in one batch, which cannot be split over ranks yet"
+    if is_held(module):
+        yield "is in a sharded base, which cannot be split over tensor-parallel ranks yet"
+    if any(is_sharded(p) for p in module.parameters(recurse=False)):
+        yield "has parameters that are DTensors already"
+    if any(p.is_meta for p in module.parameters(recurse=False)):
+        yield "is on the meta device: give the model its weights first"
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    config: Any = model.config
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name)
+        if heads % size:
+            raise ValueError(f"{name} must be a multiple of the {size} ranks, found {heads}")
+
+
+def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
+    """Refuse an embedding or a head that cannot be split by tokens.
+
+    Raises:
+        ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
+            than nn.Embedding and nn.Linear, for hooks on them, for one that was to train, a norm of the
+            embedding's rows, or a vocabulary that the ranks do not divide.
+    """
+    if found.spec is None:
+        raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
+    both: Any = model
+    if changed := change_of_logits(both.config.get_text_config()):
+        raise ValueError(
+            f"vocabulary=True takes a model whose loss is of plain logits, found {changed}"
+        )
+    embedding, head = both.get_input_embeddings(), both.get_output_embeddings()
+    for module, kind in ((embedding, nn.Embedding), (head, nn.Linear)):
+        if type(module) is not kind:
+            raise ValueError(
+                f"vocabulary=True takes a plain {kind.__name__}, found {type(module).__name__}"
+            )
+        if kept_parameters(module):
+            raise ValueError(
+                f"vocabulary=True replaces the {kind.__name__}, which keeps what it had before training, as one of "
+                "modules_to_save or with a bias: call merge_and_unload first"
+            )
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"vocabulary=True replaces the {kind.__name__}, which has hooks: add them afterwards"
+            )
+        if len(module.weight) % ranks.size:
+            raise ValueError(
+                f"the vocabulary must be a multiple of the {ranks.size} ranks, found {len(module.weight)}"
+            )
+    if embedding.max_norm is not None:
+        raise ValueError("vocabulary=True takes an embedding without max_norm")
+
+
+def _trained_elsewhere(model: nn.Module, cuts: Iterable[str]) -> Iterator[str]:
+    inside = {id(p) for path in cuts for p in model.get_submodule(path).parameters(recurse=False)}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in inside:
+            yield name
+
+
+def _drawn_from(layer: LoRALinear) -> list[Any] | None:
+    """Seed and offset of the layer's own random state, on whatever device it is; None without one.
+
+    Of several states, the names: `fork` chooses one at every call, and some differ between ranks on purpose.
+    """
+    state = layer.rng_state
+    if isinstance(state, PhiloxStates):
+        return sorted(state.get_states())
+    return None if state is None else state.tensor.tolist()
+
+
+def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
+    """What must be equal on all ranks, by what it is called in a message."""
+    loaded = LoadedParts.of(model)
+    own = () if loaded is None else _own_tensors(model, loaded)
+    tensors = [
+        (n, x) for n, x in (*model.named_parameters(), *model.named_buffers()) if n not in own
+    ]
+    layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
+    numbers = {m.name: (m.site, m.scaling, m.lora_dropout, _drawn_from(m)) for m in layers}
+    modes = {n or "the model": m.training for n, m in model.named_modules()}
+    return {
+        "sequence_parallel": sequence,
+        "the plans": found.cuts,
+        "the ways in which they were loaded": loaded is not None,
+        **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
+        **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
+        **{f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()},
+        **{f"disable_adapters of {m.name}": m.disable_adapters for m in layers},
+        **{f"modes of training of {name}": trains for name, trains in modes.items()},
+        **scales(model),
+        **generators(model, next(model.parameters()).device),
+    }
+
+
+def _own_tensors(model: nn.Module, loaded: LoadedParts) -> set[str]:
+    """Names of the tensors of loaded parts that differ from rank to rank."""
+    found = set()
+    for path in (*loaded.cuts, *loaded.vocabulary):
+        layer: Any = model.get_submodule(path)
+        has_blocks = getattr(layer, "block_scaling", None) is not None
+        in_blocks = ("weight_scale_inv",) if has_blocks else ()
+        found |= {f"{path}.{name}" for name in (*layer.dimensions, *in_blocks)}
+    return found

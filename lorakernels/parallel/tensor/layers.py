@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of which each rank of a tensor-parallel group holds a part.
+
+A column layer has this rank's rows of W, of the bias and of B. A row layer has its columns of W and of A. The other
+factor and a row layer's bias are whole, and equal on all ranks. W8 is cut out of the whole layer's bytes, with its
+scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.autograd import Adapter, AdapterNumbers, is_compiling
+from lorakernels.autograd.linear.node import in_bytes
+from lorakernels.config import LoRAConfig
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.model.trained_parts import change_originals
+from lorakernels.numerics.autocast import under_autocast
+from lorakernels.numerics.blocks import BLOCK
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.ranks.scales import SharedScales, shared
+from lorakernels.parallel.tensor.node import ColumnNode, PartCall, RowNode
+from lorakernels.values import Weight
+
+OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
+OWN_ROWS = "own_rows"  # attribute of a stand-in for a whole x (rows.py)
+
+
+class Part:
+    """What a rank's part adds to a FrozenFP8Linear or a LoRALinear.
+
+    Attributes:
+        ranks: who holds the other parts.
+        scales: the FP8 scales that they share; None over a plain base.
+        flat: whether x and y are [M, 1, …], their rows in one dimension, where they are split by rows.
+    """
+
+    ranks: Ranks
+    scales: SharedScales | None
+    flat: bool
+    node: Any  # the autograd node
+    dimensions: ClassVar[Mapping[str, int]]  # {parameter: the dimension in which it is cut}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., K] → [..., N], as the whole layer. One side is this rank's part of the features (column: y; row: x).
+
+        With sequence parallelism, the other side is this rank's part of the first dimension.
+
+        Raises:
+            RuntimeError: under torch.compile, which is not there yet; in the capture of a CUDA graph, before ranks know
+                an FP8 scale or have the memory in which they exchange rows.
+            TypeError, ValueError: as for a LoRALinear; TypeError also for float16.
+        """
+        what = f"{getattr(self, 'name', '') or type(self).__name__} is split over ranks and"
+        if is_compiling():
+            raise RuntimeError(f"{what} cannot be compiled yet: run it eagerly")
+        found: Tensor = super().forward(self._rows(x))  # type: ignore[misc]
+        return found
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """x as its rows are split: with `flat`, a rank's own or all rows in one dimension."""
+        x = getattr(x, OWN_ROWS, x)
+        return x.reshape(-1, 1, x.shape[-1]) if self.flat and self.ranks.sequence else x
+
+    def with_adapter(
+        self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
+    ) -> Tensor:
+        layer: Any = self
+        x = under_autocast(x)
+        if x.dtype == torch.float16:
+            raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+        shape = self._y_shape(x)
+        if layer.fp8_state is not None:
+            layer.fp8_state.begin(x.device, layer.column, layer.training)
+        spec = self._spec(numbers, layer.training)  # type: ignore[attr-defined]
+        weight = in_bytes(Weight(layer.stored, layer.weight_scale_inv))
+        call = PartCall(spec, slot, self.ranks, self.scales)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        y: Tensor = self.node.apply(rows, self._bias(), adapter.A, adapter.B, weight, call)
+        return y.view(*shape, y.shape[1])
+
+    def _bias(self) -> Tensor | None:
+        found: Tensor | None = self.bias  # type: ignore[attr-defined]
+        return found
+
+    def _y_shape(self, x: Tensor) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def put_merged(self, total: Tensor) -> None:
+        raise RuntimeError(
+            f"{getattr(self, 'name', '')}: cannot merge into a layer that is split over ranks yet"
+        )
+
+    def extra_repr(self) -> str:
+        found = super().extra_repr()  # type: ignore[misc]
+        return f"{found}, part {self.ranks.rank} of {self.ranks.size}"
+
+
+class ColumnPart(Part):
+    node = ColumnNode
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0, "lora_B": 0}
+
+    def _y_shape(self, x: Tensor) -> tuple[int, ...]:
+        if not self.ranks.sequence:
+            return tuple(x.shape[:-1])
+        return x.shape[0] * self.ranks.size, *x.shape[1:-1]
+
+
+class RowPart(Part):
+    node = RowNode
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 1, "lora_A": 1}
+
+    def _y_shape(self, x: Tensor) -> tuple[int, ...]:
+        if not self.ranks.sequence:
+            return tuple(x.shape[:-1])
+        if x.dim() < 2 or x.shape[0] % self.ranks.size:
+            raise ValueError(
+                f"x must have a first dimension that {self.ranks.size} ranks divide, found {tuple(x.shape)}"
+            )
+        return x.shape[0] // self.ranks.size, *x.shape[1:-1]
+
+
+class ColumnFrozen(ColumnPart, FrozenFP8Linear):
+    """A column layer without an adapter."""
+
+
+class RowFrozen(RowPart, FrozenFP8Linear):
+    """A row layer without an adapter."""
+
+
+class ColumnLoRA(ColumnPart, LoRALinear):
+    """A LoRALinear cut by its outputs, which returns y as a LoRALinear does."""
+
+
+class RowLoRA(RowPart, LoRALinear):
+    """A LoRALinear cut by its inputs, which returns y as a LoRALinear does."""
+
+
+KINDS: dict[tuple[str, bool], type[Part]] = {
+    ("column", False): ColumnFrozen,
+    ("column", True): ColumnLoRA,
+    ("row", False): RowFrozen,
+    ("row", True): RowLoRA,
+}
+
+
+def own_part(whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
+    """A copy of this rank's part of `whole`. FP8 is copied as bytes."""
+    stored = whole.view(torch.uint8) if whole.element_size() == 1 else whole
+    part = stored.narrow(dim, ranks.share(stored.shape[dim]).start, stored.shape[dim] // ranks.size)
+    return part.clone(memory_format=torch.contiguous_format).view(whole.dtype)
+
+
+def why_not_blocks(size: int, dim: int, ranks: int) -> str | None:
+    """None if parts of a side of `size` end with a block of a BlockScaling; otherwise the reason why not."""
+    if size % (ranks * BLOCK) == 0:
+        return None
+    name = ("out_features", "in_features")[dim]
+    return (
+        f"follows BlockScaling and has {name} {size}, which must be a multiple of {ranks} ranks · {BLOCK}, so that a "
+        "part ends with a block"
+    )
+
+
+def cut(
+    layer: FrozenFP8Linear,
+    kind: type[Part],
+    ranks: Ranks,
+    flat: bool = False,
+    read: Weight | None = None,
+) -> None:
+    """Keep this rank's part of a whole layer, in place. The objects of its parameters stay, the weight's excepted.
+
+    Args:
+        layer: a FrozenFP8Linear or LoRALinear, which becomes a `kind`. The ranks divide its sizes.
+        kind: one of KINDS.
+        ranks: who keep the other parts.
+        flat: see `Part`.
+        read: this rank's part of the weight, where it was read alone and the layer's own has no values.
+
+    Raises:
+        ValueError: the layer's FP8 state belongs to another group, or a part would end within a block.
+    """
+    dim = kind.dimensions["weight"]
+    if layer.block_scaling is not None:
+        if why_not := why_not_blocks(layer.stored.shape[dim], dim, ranks.size):
+            raise ValueError(f"{layer.name or 'this layer'} {why_not}")
+        assert layer.weight_scale_inv is not None
+        if read is None:
+            layer.weight_scale_inv = own_part(layer.weight_scale_inv, dim, ranks)
+    scales = shared(layer.fp8_state, ranks)
+    for name, dim in kind.dimensions.items():
+        whole = layer._parameters.get(name)
+        if whole is None:
+            continue
+        if name == "weight":
+            own = own_part(whole.detach(), dim, ranks) if read is None else read.data
+            layer._parameters[name] = nn.Parameter(own.view(whole.dtype), requires_grad=False)
+        else:
+            whole.data, whole.grad = own_part(whole.detach(), dim, ranks), None
+    at = kind.dimensions
+    change_originals(layer, lambda name, x: own_part(x, at[name], ranks) if name in at else x)
+    if read is not None:
+        layer.weight_scale_inv = read.scale_inv
+    for parameter in layer.parameters(recurse=False):
+        vars(parameter)[OF_PART] = True
+    layer.out_features, layer.in_features = layer.stored.shape
+    layer.__class__ = kind  # type: ignore[assignment]
+    layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)
+    layer.column = layer.column  # a new handle
+
+
+class _Author:
+    """A part that constructs the whole layer and cuts it. It returns as Megatron's layers do."""
+
+    kind: ClassVar[type[Part]]  # what the whole LoRALinear is cut to
+    cut_size: ClassVar[str]  # the argument that the ranks divide
+    skip_bias_add: bool
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: LoRAConfig | None = None,
+        tp_group: Any,
+        **options: Any,
+    ) -> None:
+        layer: Any = self
+        own, sizes = type(self), {"input_size": input_size, "output_size": output_size}
+        sequence = options.pop("sequence_parallel", False)
+        self.skip_bias_add = options.pop("skip_bias_add", False)
+        for name, there in (("gather_output", False), ("input_is_parallel", True)):
+            if options.pop(name, there) is not there:
+                raise ValueError(f"{name} must be {there}, found {not there}: it is not there yet")
+        ranks = Ranks(tp_group, sequence)
+        if sizes[self.cut_size] % ranks.size:
+            raise ValueError(
+                f"{self.cut_size} must be a multiple of the {ranks.size} ranks, found {sizes[self.cut_size]}"
+            )
+        LoRALinear.__init__(layer, input_size, output_size, config=config, **options)
+        self.initialize()
+        cut(layer, self.kind, ranks)
+        layer.__class__ = own
+
+    def initialize(self) -> None:
+        """Called while the layer is whole, for a subclass to give its weight other values."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, the bias if `skip_bias_add`, else None)."""
+        y = super().forward(x)  # type: ignore[misc]
+        return y, self.bias if self.skip_bias_add else None  # type: ignore[attr-defined]
+
+    def _bias(self) -> Tensor | None:
+        return None if self.skip_bias_add else self.bias  # type: ignore[attr-defined]
+
+
+class ColumnParallelLoRALinear(_Author, ColumnLoRA):  # type: ignore[misc]
+    """A LoRALinear whose outputs are split over the ranks of `tp_group`: y_t [..., N/T] of a whole x.
+
+    Args:
+        input_size, output_size: K and N of the whole layer.
+        config: rank, scaling, dropout, FP8 recipe.
+        tp_group: the ranks that hold the layer. All must construct it with torch's generators in one state: the whole
+            layer is drawn on each, and cut, so that a part does not depend on how many ranks there are.
+        options: `bias`, `device`, `dtype`, `adapter_dtype`, `fp8_state` and `name` as for a LoRALinear.
+            `sequence_parallel`: x is this rank's part of the first dimension, y has all of it. `skip_bias_add`: return
+            the bias instead of adding it. `gather_output=True` is refused.
+
+    Raises:
+        ValueError: the ranks do not divide N, or an option is not there yet.
+        TypeError, KeyError: as for a LoRALinear.
+    """
+
+    kind, cut_size = ColumnLoRA, "output_size"
+
+
+class RowParallelLoRALinear(_Author, RowLoRA):  # type: ignore[misc]
+    """A LoRALinear whose inputs are split over the ranks of `tp_group`: a whole y of x_t [..., K/T].
+
+    Args:
+        input_size, output_size, config, tp_group, options: as for ColumnParallelLoRALinear. With `sequence_parallel` y
+            is this rank's part of the first dimension. `input_is_parallel=False` is refused.
+
+    Raises:
+        ValueError: the ranks do not divide K, or an option is not there yet.
+        TypeError, KeyError: as for a LoRALinear.
+    """
+
+    kind, cut_size = RowLoRA, "input_size"

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of a model become parts: `parallelize` cuts whole ones, `load_quantized(tp=…)` reads the parts alone.
+
+A model whose parts were read by themselves runs as over ranks that have all rows. Fused layers of such parts wait for
+`parallelize`, which makes the rest of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
+from lorakernels.modules.linear.holder import mark_loaded_part
+from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.model.apply import parents_of, replace_module
+from lorakernels.modules.model.trained_parts import hand_over_originals
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor.layers import KINDS, cut
+from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
+from lorakernels.values import Weight
+
+_LOADED = "parts_as_loaded"  # plain attribute of the model
+
+
+class Cut(NamedTuple):
+    """One linear layer that was split.
+
+    Attributes:
+        by: "column" (its outputs), "row" (its inputs) or "vocabulary" (its tokens).
+        whole, own: [N, K] of the whole layer, and of this rank's part.
+        adapted: whether it has an adapter.
+    """
+
+    by: str
+    whole: tuple[int, int]
+    own: tuple[int, int]
+    adapted: bool
+
+
+class Waiting:
+    """What fused layers of loaded parts ask before `parallelize`. It is an `Over` of fusion/over_ranks.py."""
+
+    spread, flat = 1, False
+
+    def check(self, h: Tensor) -> None:
+        raise RuntimeError(
+            "this layer was fused over parts that load_quantized(tp=…) read: call parallelize before it runs"
+        )
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class LoadedParts(NamedTuple):
+    """The linear layers of a model that were read in parts.
+
+    Attributes:
+        ranks: who hold the other parts.
+        cuts: {path: Cut} of the layers of the decoder.
+        vocabulary: {path: Cut} of embedding and head, if they were read in parts, too.
+    """
+
+    ranks: Ranks
+    cuts: dict[str, Cut]
+    vocabulary: dict[str, Cut]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LoadedParts | None:
+        """Those of `model`, until `parallelize` has taken them."""
+        found: LoadedParts | None = vars(model).get(_LOADED)
+        return found
+
+    def leave(self, model: nn.Module) -> None:
+        """Note them in `model`, for `parallelize`."""
+        vars(model)[_LOADED] = self
+        waiting = Waiting()
+        for layer in self.layers(model):
+            mark_loaded_part(layer, waiting)
+
+    def take(self, model: nn.Module, ranks: Ranks, flat: bool) -> dict[str, Cut]:
+        """Let the parts run over `ranks`, as `cut` would. Returns `cuts` and `vocabulary`."""
+        del vars(model)[_LOADED]
+        for layer in self.layers(model):
+            mark_loaded_part(layer, None)
+            layer.__dict__.update(ranks=ranks, flat=flat)
+        for path in self.vocabulary:
+            vars(model.get_submodule(path))["ranks"] = ranks
+        return self.cuts | self.vocabulary
+
+    def layers(self, model: nn.Module) -> Iterator[Any]:
+        """The layers of `cuts`."""
+        return map(model.get_submodule, self.cuts)
+
+
+def split_linear(
+    model: nn.Module, cut_by: tuple[str, str], ranks: Ranks, flat: bool, read: Weight | None = None
+) -> Cut:
+    """Keep this rank's part of a linear layer. `cut_by`: its path, and "column" or "row"; `flat`, `read`: as `cut`."""
+    path, by = cut_by
+    layer = model.get_submodule(path)
+    if isinstance(layer, nn.Linear):
+        frozen = FrozenFP8Linear.from_weight(
+            Weight(layer.weight.detach()), layer.bias, FrozenSpec(None, name=path)
+        )
+        if frozen.bias is not None:
+            frozen.bias.requires_grad_(layer.bias.requires_grad)
+        hand_over_originals(layer, frozen)
+        replace_module(parents_of(model), layer, frozen.train(layer.training))
+        layer = frozen
+    assert isinstance(layer, FrozenFP8Linear)
+    whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
+    cut(layer, KINDS[by, adapted], ranks, flat, read)
+    return Cut(by, whole, (layer.out_features, layer.in_features), adapted)
+
+
+def split_vocabulary(
+    model: Any, ranks: Ranks, read: Mapping[str, Tensor] | None = None
+) -> dict[str, Cut]:
+    """Keep this rank's rows of the embedding and of the head, and of the head's bias. Tied ones stay so.
+
+    Args:
+        model: of transformers, with plain frozen ones.
+        ranks: who have the other rows.
+        read: {path: the rows [V/T, H]} where they were read by themselves; None cuts the weights.
+    """
+    cuts, parts = {}, {}
+    for old in (model.get_input_embeddings(), model.get_output_embeddings()):
+        path = next(path for path, module in model.named_modules() if module is old)
+        whole = old.weight
+        if id(whole) not in parts:
+            own = whole.detach()[ranks.share(len(whole))].clone() if read is None else read[path]
+            parts[id(whole)] = nn.Parameter(own, requires_grad=False)
+        part, bias = parts[id(whole)], getattr(old, "bias", None)
+        if bias is not None:
+            own = bias.detach()[ranks.share(len(bias))].clone()
+            bias = nn.Parameter(own, requires_grad=False)
+        head = isinstance(old, nn.Linear)
+        new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
+        replace_module(parents_of(model), old, new.train(old.training))
+        width = whole.shape[1]
+        cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
+    return cuts

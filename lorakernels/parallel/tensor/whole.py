@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole values of what the ranks of a tensor-parallel group hold in parts, and parts of whole values."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lorakernels.parallel.ranks import comm
+from lorakernels.parallel.ranks.group import Ranks
+from lorakernels.parallel.tensor.layers import Part, own_part
+from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
+
+WHOLE = "adapters_are_whole"  # of a model inside `TensorParallel.whole`
+
+
+class Place(NamedTuple):
+    """Where a part lies in the whole tensor.
+
+    Attributes:
+        ranks: who hold the parts.
+        dim: the dimension in which it is cut.
+    """
+
+    ranks: Ranks
+    dim: int
+
+    def shape(self, part: Tensor) -> tuple[int, ...]:
+        """The whole tensor's shape."""
+        found = list(part.shape)
+        found[self.dim] *= self.ranks.size
+        return tuple(found)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Collective: the whole tensor of every rank's `part`."""
+        rows = comm.gather_rows(self.ranks.group, part.movedim(self.dim, 0))
+        return rows.movedim(0, self.dim).contiguous()
+
+    def own(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part of `whole`."""
+        return own_part(whole, self.dim, self.ranks)
+
+
+def places(model: nn.Module) -> dict[int, Place]:
+    """{id of a parameter: its place} of the parameters of `model` that are cut. Empty for a model that is not split.
+
+    It is empty inside `TensorParallel.whole`, too.
+    """
+    if WHOLE in vars(model):
+        return {}
+    kinds = (Part, VocabularyEmbedding, VocabularyHead)
+    return {
+        id(parameter): Place(module.ranks, module.dimensions[name])
+        for module in model.modules()
+        if isinstance(module, kinds)
+        for name, parameter in module.named_parameters(recurse=False)
+        if name in module.dimensions
+    }
+
+
+def group_of(model: nn.Module) -> Any:
+    """The tensor-parallel group over which `model` is split, or None."""
+    return next((place.ranks.group for place in places(model).values()), None)
+
+
+def whole_of(tensor: Tensor, place: Place | None) -> Tensor:
+    """A copy of the whole tensor of a parameter, or of a value of its shape. Collective if it is cut."""
+    found = tensor.detach()
+    return found.clone() if place is None else place.gather(found)
+
+
+def check_alike(group: Any, tensors: dict[str, Tensor], what: str) -> None:
+    """Collective: ValueError on all ranks unless they have the same tensors.
+
+    Args:
+        group: torch's process group, or None for one process.
+        tensors: {name: tensor} on the CPU.
+        what: where they come from, for the message.
+    """
+    if group is None:
+        return
+    mine = {name: _digest(tensor) for name, tensor in tensors.items()}
+    first, *others = comm.agree(group, mine)
+    for rank, other in enumerate(others, 1):
+        for name in (*first, *other):
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"all ranks must read the same tensors from {what}, but {name} differs between rank 0 and rank "
+                    f"{rank}"
+                )
+
+
+def _digest(tensor: Tensor) -> str:
+    """A hash of shape, dtype and bytes of a tensor on the CPU."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(raw).hexdigest()}"

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--pp N`: N ranks have a model's decoder layers as stages, and are one replica.
+
+Every microbatch of a step is one of the pipeline's. Each rank steps the optimizer over its own adapters. Checkpoints
+hold all of them, in the order of one process, so that a run goes on with another N. With `--cp M`, M ranks have each
+stage, and share its rows: a replica then has M · N ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_parallel
+from lorakernels.train.data.packing import IGNORE, Batch, PackedRows, spread
+from lorakernels.train.errors import OptionError
+from lorakernels.train.files.checkpoint import Checkpoint
+from lorakernels.train.layouts.context import own_part
+from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.model.model import decoder_and_head, no_mask, places_of, places_over_ranks
+from lorakernels.train.optimizer.optimizers import groups, numbers
+from lorakernels.train.options.options import FinetuneOptions
+from lorakernels.train.progress import Observer, nobody
+from lorakernels.train.ranks.ranks import Ranks, wait_for
+
+
+class Stages(Parts):
+    """The stages of this rank, as a trainer uses them.
+
+    Attributes:
+        pipeline: what `pipeline_parallel` returned.
+        others: one rank for each stage, this one among them.
+    """
+
+    def __init__(
+        self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
+    ) -> None:
+        stage, place = divmod(ranks.rank, ranks.of_stage)
+        super().__init__(pipeline.model, ranks, Ranks(place, ranks.of_stage, group=groups[1]))
+        self.pipeline, self.options = pipeline, options
+        self.others = Ranks(stage, ranks.pp, group=groups[0])
+        with pipeline.structure():
+            named = pipeline.model.named_parameters()
+            self.trained = {n: p for n, p in named if p.requires_grad}
+
+    def forward_backward(
+        self, batches: Sequence[Batch], items: Tensor, begins: Callable[[], None]
+    ) -> Tensor:
+        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others.
+
+        `begins` is called before each forward and backward of a microbatch.
+        """
+        loss = self._run(batches, items, True, begins)
+        return loss if self.ranks.first_of_replica else torch.zeros_like(loss)
+
+    def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
+        """Sum of the token losses of so many batches as the pipeline has microbatches, of this rank's tokens each."""
+        device = batches[0].labels.device
+        return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
+
+    def _run(
+        self, batches: Sequence[Batch], items: Tensor, trains: bool, begins: Callable[[], None]
+    ) -> Tensor:
+        decoder, _ = decoder_and_head(self.pipeline.model)
+        isolate, shared = self.options.isolate_documents, self.pipeline.context is not None
+
+        def places(batch: Batch) -> dict[str, Any]:
+            if shared:
+                return places_over_ranks(batch)
+            return places_of(decoder, batch) if isolate else {}
+
+        cut = [Microbatch(batch.input_ids, batch.labels, places(batch)) for batch in batches]
+        with contextlib.nullcontext() if isolate else no_mask(decoder, self.options.seq_len):
+            return self.pipeline.run(cut, items, trains, begins)
+
+    def total_norm(self, gradients: list[Tensor]) -> Tensor:
+        square = torch.nn.utils.get_total_norm(gradients).float().square()
+        self.others.add_up([square])
+        return square.sqrt()
+
+    def evaluate(
+        self, rows: PackedRows, device: torch.device, progress: Observer = nobody
+    ) -> Tensor:
+        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank.
+
+        ``progress`` is told the batches that were handed out, but for the last.
+        """
+        options, ranks, context = self.options, self.ranks, self.pipeline.context
+        isolate = options.isolate_documents
+        chosen = spread(len(rows), options.eval_rows)
+        count = len(chosen)
+        size, at_once = options.batch_size, self.pipeline.microbatches
+        together = size * at_once * ranks.replicas
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for start in range(0, count, together):
+            first = start + ranks.replica * size * at_once
+            batches = []
+            for i in range(at_once):
+                own = chosen[first + i * size : first + (i + 1) * size]
+                batch = rows.batch(own + [chosen[0]] * (size - len(own)))
+                batch.labels[len(own) :] = IGNORE  # rows that fill the batch do not count
+                batches.append(replace(batch, targets=int((batch.labels != IGNORE).sum())))
+            loss = self.summed_loss([own_part(b, context, isolate).to(device) for b in batches])
+            if ranks.first_of_replica:
+                total[0] += loss
+                total[1] += sum(batch.targets for batch in batches)
+            handed_out, batches_in_all = (start + together) // size, math.ceil(count / size)
+            progress(min(handed_out, batches_in_all - 1), batches_in_all)
+        return total
+
+    def collect(self) -> None:
+        self.values = self.pipeline.whole_values()
+
+    def whole(self) -> AbstractContextManager[None]:
+        return self.pipeline.whole(self.values)
+
+    def gathered(
+        self, optimizer: torch.optim.Optimizer
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        self.collect()
+        state = optimizer.state_dict()
+        own = {
+            name: state["state"].get(i, {})
+            for name, i in numbers(self._own(), self.options).items()
+        }
+        everywhere: list[Any] = [None] * self.others.size
+        dist.all_gather_object(everywhere, _on_cpu(own), group=self.others.group)
+        states = {name: found for part in everywhere for name, found in part.items()}
+        places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
+        whole: list[dict[str, Any]] = []
+        for group, like in zip(made, state["param_groups"], strict=True):
+            before = sum(len(each["params"]) for each in whole)
+            whole.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        kept = {i: states[name] for name, i in places.items() if states[name]}
+        return self.values, {"state": kept, "param_groups": whole}
+
+    def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
+        names = {n for n, _ in self.pipeline.model.named_parameters()}
+        names |= {n for n, _ in self.pipeline.model.named_buffers()}
+        tensors = {
+            n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.trained
+        }
+        found, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
+        places, made = numbers(self.trained, self.options), groups(self._own(), self.options)
+        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.trained)
+        if not fits:  # of another run, as the trainer will say
+            return checkpoint
+        own: list[dict[str, Any]] = []
+        for group, like in zip(made, found["param_groups"], strict=True):
+            before = sum(len(each["params"]) for each in own)
+            own.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        kept = {
+            i: found["state"][places[n]] for n, i in here.items() if places[n] in found["state"]
+        }
+        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": own}}
+        return replace(checkpoint, tensors=tensors, state=state)
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        return {n: p for n, p in self.pipeline.model.named_parameters() if p.requires_grad}
+
+
+@dataclass(frozen=True)
+class StageRanks:
+    """Who shares what under `--pp N`: `mesh` of the stages, and `groups`, of the stages and of who has this rank's."""
+
+    mesh: DeviceMesh
+    groups: list[Any]
+
+
+def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
+    """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
+    if ranks.pp == 1:
+        return None
+    group, same = ranks.group_of(ranks.pp, apart=ranks.of_stage), ranks.group_of(ranks.of_stage)
+    assert group is not None
+    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
+    return StageRanks(mesh, [group, same])
+
+
+def cut_stages(
+    model: nn.Module,
+    options: FinetuneOptions,
+    ranks: Ranks,
+    shared: StageRanks | None,
+    random: PhiloxState,
+) -> Stages | None:
+    """Collective: keep this rank's stages of the model.
+
+    Raises:
+        OptionError: the model cannot be cut.
+    """
+    if shared is None:
+        return None
+    try:
+        pipeline = pipeline_parallel(model, shared.mesh, microbatches=options.grad_accum)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"pp {ranks.pp}: {error}") from error
+    pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
+    return Stages(pipeline, options, ranks, shared.groups)
+
+
+def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
+    def moved(value: Any) -> Any:
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    return {name: {k: moved(v) for k, v in state.items()} for name, state in states.items()}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a run: their values, where these come from, and which do not go together."""
