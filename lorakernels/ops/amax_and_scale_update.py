@@ -20,7 +20,7 @@ from lorakernels.device import capability_of, extension, in_backward, why_not_cs
 from lorakernels.kernels.arguments import where
 from lorakernels.numerics.fp8 import FLT_MAX, divide
 from lorakernels.ops.hardware import Place, chosen_csrc
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, define, of_parameters
 
 
 def reference(
@@ -135,22 +135,15 @@ def not_in_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
     Asked when the op runs: a compiled layer's trace does not know where it will be called.
     """
 
-    def guarded(
-        forward: Tensor,
-        backward: Tensor,
-        current: Tensor | None,
-        gated: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if not gated or not in_backward():
-            run(forward, backward, current, gated, *args, **kwargs)
+    def guarded(a: Any) -> None:
+        if not a.gated or not in_backward():
+            run(a)
 
     return guarded
 
 
 amax_and_scale_update = define(
-    Op(
+    of_parameters(
         "amax_and_scale_update",
         reference,
         fake,

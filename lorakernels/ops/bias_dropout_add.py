@@ -17,7 +17,7 @@ from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, Place, chosen_csrc
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import Dropout, Sizes
 
 
@@ -211,7 +211,7 @@ def chosen(place: Place) -> tuple[str, str]:
 
 
 bias_dropout_add = define(
-    Op(
+    of_parameters(
         "bias_dropout_add",
         reference,
         fake,
@@ -227,7 +227,7 @@ bias_dropout_add = define(
 )
 
 bias_dropout_add_ = define(
-    Op(
+    of_parameters(
         "bias_dropout_add_",
         reference_in_place,
         fake_in_place,
@@ -242,7 +242,7 @@ bias_dropout_add_ = define(
 )
 
 bias_dropout_add_backward = define(
-    Op(
+    of_parameters(
         "bias_dropout_add_backward",
         reference_backward,
         fake_backward,

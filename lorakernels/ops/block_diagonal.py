@@ -25,7 +25,7 @@ from torch import Tensor
 from lorakernels.kernels.triton.block_diagonal import MAX_BLOCKS, launch
 from lorakernels.numerics.products import adapter_places
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import SideBySide
 
 
@@ -122,7 +122,7 @@ def by_triton(
 
 
 block_diagonal = define(
-    Op(
+    of_parameters(
         "block_diagonal",
         reference,
         fake,
@@ -186,7 +186,7 @@ def by_triton_parts(
 
 
 block_diagonal_parts = define(
-    Op(
+    of_parameters(
         "block_diagonal_parts",
         reference_parts,
         fake_parts,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.ops.hardware import FLOATS, Place
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 
 GRAD_SCALE_INV = 1 / torch.finfo(torch.float8_e5m2).max  # of the bytes of cross_entropy_fp8
 BLOCK = 8192  # logits a program holds at a time
@@ -152,7 +152,7 @@ def chosen_fp8(place: Place) -> tuple[str, str]:
 
 
 cross_entropy_ = define(
-    Op(
+    of_parameters(
         "cross_entropy_",
         reference,
         fake,
@@ -166,7 +166,7 @@ cross_entropy_ = define(
     "(Tensor(a0!) logits, Tensor labels, Tensor? factor, SymInt ignore_index, bool gradient) -> Tensor",
 )
 cross_entropy_fp8 = define(
-    Op(
+    of_parameters(
         "cross_entropy_fp8",
         reference_fp8,
         fake_fp8,

@@ -17,7 +17,7 @@ from lorakernels.kernels.triton import expert_route as kernels
 from lorakernels.numerics.groups import GROUP_ROWS, Routing, route, rows_of
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, define, of_parameters
 from lorakernels.values import Groups
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -69,7 +69,7 @@ def by_triton(chosen: Tensor, experts: int) -> Results:
 
 
 expert_route = define(
-    Op(
+    of_parameters(
         "expert_route",
         reference,
         fake,

@@ -17,7 +17,7 @@ from torch import Tensor
 from lorakernels.kernels.triton import grouped
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 
 
 def reference(y: Tensor, place: Tensor, weights: Tensor | None) -> Tensor:
@@ -102,7 +102,7 @@ def by_triton_backward(
 _NOTE = "one read, for experts alone"
 
 expert_sum = define(
-    Op(
+    of_parameters(
         "expert_sum",
         reference,
         fake,
@@ -114,7 +114,7 @@ expert_sum = define(
 )
 
 expert_sum_backward = define(
-    Op(
+    of_parameters(
         "expert_sum_backward",
         reference_backward,
         fake_backward,

@@ -30,7 +30,7 @@ from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_no
 from lorakernels.ops.fp8_grad_input import add_branch, fake, launch_csrc, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
 from lorakernels.ops.hardware import SEVERAL, Place, why_not_cublaslt_blocks
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, define, of_parameters
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
 
@@ -196,7 +196,7 @@ def chosen(place: Place) -> tuple[str, str]:
 
 
 fp8_block_grad_input = define(
-    Op(
+    of_parameters(
         "fp8_block_grad_input",
         reference,
         fake,

@@ -33,7 +33,7 @@ from lorakernels.ops.hardware import (
     why_not_cublaslt_blocks,
     why_not_wgmma_gemm,
 )
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, define, of_parameters
 from lorakernels.values import Scaled, SideBySide, Up, Weight
 
 
@@ -216,7 +216,7 @@ def chosen_blocks(place: Place) -> tuple[str, str]:
 
 
 fp8_block_linear = define(
-    Op(
+    of_parameters(
         "fp8_block_linear",
         reference,
         fake,

@@ -50,7 +50,7 @@ from lorakernels.ops.hardware import (
     why_not_dequantized,
     why_not_wgmma_gemm,
 )
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, ProductSizes, Scaled, Tiles, Weight
 
@@ -347,7 +347,7 @@ def chosen(place: Place) -> tuple[str, str]:
 
 
 fp8_grad_input = define(
-    Op(
+    of_parameters(
         "fp8_grad_input",
         reference,
         fake,

@@ -52,7 +52,7 @@ from lorakernels.ops.hardware import (
     why_not_dequantized,
     why_not_wgmma_gemm,
 )
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import ProductSizes, Scaled, SideBySide, Tiles, Up, Weight
 
 MAX_BLOCKS = 4  # on B's diagonal, for csrc
@@ -437,7 +437,7 @@ def chosen(place: Place) -> tuple[str, str]:
 
 
 fp8_linear_lora = define(
-    Op(
+    of_parameters(
         "fp8_linear_lora",
         reference,
         fake,

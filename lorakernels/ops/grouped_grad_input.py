@@ -20,7 +20,7 @@ from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops import checks
 from lorakernels.ops.grouped_linear_lora import blocks, chosen_grouped_gemm, values, why_not_sizes
 from lorakernels.ops.hardware import why_not_aligned
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Weight
 
 
@@ -138,7 +138,7 @@ def by_csrc(
 
 
 grouped_grad_input = define(
-    Op(
+    of_parameters(
         "grouped_grad_input",
         reference,
         fake,

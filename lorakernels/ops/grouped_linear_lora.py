@@ -20,7 +20,7 @@ from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_linear_lora import padded_factors
 from lorakernels.ops.hardware import Place, why_not_aligned, why_not_wgmma, why_not_wgmma_gemm
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Up, Weight
 
 DEPTH = 128  # of a step of csrc's kernels
@@ -129,7 +129,7 @@ def chosen_grouped_gemm(place: Place) -> tuple[str, str]:
 
 
 grouped_linear_lora = define(
-    Op(
+    of_parameters(
         "grouped_linear_lora",
         reference,
         fake,

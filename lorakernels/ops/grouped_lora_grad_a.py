@@ -15,7 +15,7 @@ from lorakernels.numerics.groups import spans
 from lorakernels.ops import checks
 from lorakernels.ops.grouped_linear_lora import values
 from lorakernels.ops.grouped_quantize_lora_down import chosen_grouped, why_not_grouped_triton
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import Groups, Scaled
 
 
@@ -60,7 +60,7 @@ def by_triton(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> 
 
 
 grouped_lora_grad_a = define(
-    Op(
+    of_parameters(
         "grouped_lora_grad_a",
         reference,
         fake,

@@ -20,7 +20,7 @@ from lorakernels.numerics.fp8 import FP8_MAX, quantize, scale_that_tells
 from lorakernels.numerics.groups import spans
 from lorakernels.ops import checks
 from lorakernels.ops.grouped_quantize_lora_down import chosen_grouped, why_not_grouped_triton
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import Groups, Scaling, Up
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -102,7 +102,7 @@ def by_triton(
 
 
 grouped_quantize_grad = define(
-    Op(
+    of_parameters(
         "grouped_quantize_grad",
         reference,
         fake,

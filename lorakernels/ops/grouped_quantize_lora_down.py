@@ -19,7 +19,7 @@ from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.numerics.groups import GROUP_ROWS, spans
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import Place, why_not_layer_capability
-from lorakernels.ops.register import Implementation, Op, define, empty
+from lorakernels.ops.register import Implementation, define, empty, of_parameters
 from lorakernels.values import Groups, Scaling
 
 MAX_RANK = grouped.MOST_RANK
@@ -109,7 +109,7 @@ def chosen_grouped(place: Place) -> tuple[str, str]:
 
 
 grouped_quantize_lora_down = define(
-    Op(
+    of_parameters(
         "grouped_quantize_lora_down",
         reference,
         fake,

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.ops import Scaled, SideBySide, Weight
@@ -102,7 +103,10 @@ def test_every_op_has_its_schema_here():
 
 def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():
     assert list(inspect.signature(ops.rms_norm_backward).parameters)[:2] == ["dnormed", "x"]
-    assert all(inspect.signature(op) == inspect.signature(op.reference) for op in OPS.values())
+    weight = inspect.Parameter("weight", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+    assert inspect.signature(ops.transpose_fp8) == inspect.Signature(
+        [weight], return_annotation=Tensor
+    )
     with pytest.raises(TypeError, match=r"quantize_lora_down\(\) missing .*'lora_A'"):
         ops.quantize_lora_down(torch.zeros(1, 1))  # type: ignore[call-arg]
 
