@@ -12,7 +12,6 @@ Integers and flags choose code, floats are run-time values; an FP8 state is pass
 
 from __future__ import annotations
 
-import collections
 import inspect
 import types
 import typing
@@ -49,8 +48,8 @@ class Implementation(Generic[A, R]):
     """One way to run an op on CUDA. `why_not` returns the reason why it cannot run these arguments, or None."""
 
     name: str
-    run: Callable[..., R]  # of one A, but for what `of_parameters` takes
-    why_not: Callable[..., str | None] = lambda *a: None
+    run: Callable[[A], R]
+    why_not: Callable[[A], str | None] = lambda a: None
 
 
 @dataclass(eq=False)
@@ -104,36 +103,6 @@ class Op(Generic[P, A, R]):
 
 
 OPS: dict[str, Op[..., Any, Any]] = {}
-
-
-def of_parameters(
-    name: str,
-    reference: Any,
-    fake: Any,
-    check: Any,
-    implementations: Any,
-    chosen: Any = None,
-) -> Op[..., Any, Any]:
-    """An op whose functions still take its arguments one by one, as the reference does."""
-    parameters = inspect.signature(reference).parameters.values()
-    defaults = [p.default for p in parameters if p.default is not p.empty]
-    new: Any = collections.namedtuple  # mypy knows only literal fields
-    arguments = new("arguments", [p.name for p in parameters], defaults=defaults)
-    hints = typing.get_type_hints(reference)
-    arguments.__annotations__ = {p.name: hints[p.name] for p in parameters}
-
-    def taking(function: Any) -> Any:
-        def run(a: Any) -> Any:
-            return function(*a)
-
-        run.__module__ = function.__module__
-        run.__annotations__["return"] = hints["return"]
-        return run
-
-    made: Any = tuple(
-        Implementation(i.name, taking(i.run), taking(i.why_not)) for i in implementations
-    )
-    return Op(name, arguments, taking(reference), taking(fake), taking(check), made, chosen)
 
 
 def define(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import inspect
+import typing
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.ops import Scaled, SideBySide, Weight
-from lorakernels.ops.register import OPS
+from lorakernels.ops.register import OPS, Implementation
 
 # Saved graphs and exported programs hold these: a change of one breaks them.
 SCHEMAS = (
@@ -109,6 +111,22 @@ def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():
     )
     with pytest.raises(TypeError, match=r"quantize_lora_down\(\) missing .*'lora_A'"):
         ops.quantize_lora_down(torch.zeros(1, 1))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_s_functions_take_its_arguments_as_one_tuple(name):
+    """What an op is called with is written in one place: the fields of a NamedTuple with a docstring."""
+    op: Any = OPS[name]
+    functions = [op.reference, op.fake, op.check]
+    for implementation in op.implementations:
+        functions += [implementation.run, implementation.why_not]
+    for function in functions:
+        if function is not Implementation.why_not:
+            [parameter] = inspect.signature(function).parameters
+            hint = typing.get_type_hints(function)[parameter]
+            assert op.arguments in (typing.get_args(hint) or (hint,)), function
+    assert tuple(inspect.signature(op).parameters) == op.arguments._fields
+    assert not op.arguments.__doc__.startswith(op.arguments.__name__)
 
 
 def test_differentiating_a_kernel_op_directly_raises():
