@@ -25,7 +25,12 @@ from benchmarks.lib.block_products import BASE, Inputs, bench
 from benchmarks.lib.op_bench import main
 from lorakernels import ops
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.ops.fp8_block_grad_input import by_cublaslt, by_torch, why_not_cublaslt
+from lorakernels.ops.fp8_block_grad_input import (
+    BlockGradInput,
+    by_cublaslt,
+    by_torch,
+    why_not_cublaslt,
+)
 
 
 def arguments(i: Inputs, lora: bool) -> tuple[object, ...]:
@@ -35,8 +40,9 @@ def arguments(i: Inputs, lora: bool) -> tuple[object, ...]:
 
 def base_only(i: Inputs) -> Tensor:
     given: Any = arguments(i, False)
-    takes = i.left.data.is_cuda and why_not_cublaslt(*given) is None
-    return (by_cublaslt if takes else by_torch)(*given)
+    a = BlockGradInput(*given)
+    takes = i.left.data.is_cuda and why_not_cublaslt(a) is None
+    return (by_cublaslt if takes else by_torch)(a)
 
 
 def ours(i: Inputs, lora: bool) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.lib.block_products import BASE, Inputs, bench
 from benchmarks.lib.op_bench import main
 from lorakernels import ops
-from lorakernels.ops.fp8_block_linear import by_cublaslt, by_torch, why_not_cublaslt
+from lorakernels.ops.fp8_block_linear import BlockLinear, by_cublaslt, by_torch, why_not_cublaslt
 from lorakernels.values import Up
 
 
@@ -34,8 +34,9 @@ def arguments(i: Inputs, lora: bool) -> tuple[object, ...]:
 
 def base_only(i: Inputs) -> Tensor:
     given: Any = arguments(i, False)
-    takes = i.left.data.is_cuda and why_not_cublaslt(*given) is None
-    return (by_cublaslt if takes else by_torch)(*given)
+    a = BlockLinear(*given)
+    takes = i.left.data.is_cuda and why_not_cublaslt(a) is None
+    return (by_cublaslt if takes else by_torch)(a)
 
 
 def ours(i: Inputs, lora: bool) -> Tensor:

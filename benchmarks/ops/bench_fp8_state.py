@@ -58,7 +58,9 @@ class Provider:
 def update_by_reference(states: list[Tensor], recipe: DelayedScaling) -> None:
     forward, backward = states
     most = (recipe.fp8_max_forward, recipe.fp8_max_backward)
-    ops.amax_and_scale_update.reference(forward, backward, None, False, *most, recipe.margin, False)
+    ops.amax_and_scale_update.by_reference(
+        forward, backward, None, False, *most, recipe.margin, False
+    )
 
 
 def make_problem(n: int, length: int, device: torch.device) -> Problem:

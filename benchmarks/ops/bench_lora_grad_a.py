@@ -31,7 +31,7 @@ from lorakernels import ops
 from lorakernels.numerics.blocks import quantize_rows
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.numerics.fp8 import E4M3, quantize_fp8
-from lorakernels.ops.lora_grad_a import by_torch
+from lorakernels.ops.lora_grad_a import GradA, by_torch
 from lorakernels.values import Dropout, Scaled
 
 SITE = 3
@@ -71,7 +71,7 @@ def ours(i: Inputs) -> Tensor:
 
 def pytorch(i: Inputs) -> Tensor:
     """What the op is where the one-pass kernel cannot be used."""
-    return by_torch(i.ds, i.x, i.dropout, torch.float32)
+    return by_torch(GradA(i.ds, i.x, i.dropout, torch.float32))
 
 
 def with_mask(i: Inputs) -> Tensor:

@@ -27,7 +27,7 @@ from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls
 from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
-from lorakernels.ops.quantize_grad import by_torch
+from lorakernels.ops.quantize_grad import Grad, by_torch
 from lorakernels.values import Dropout, Scaling, Up
 
 SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2
@@ -67,7 +67,7 @@ def with_mask(i: Inputs) -> Results:
 
 def pytorch(i: Inputs) -> Results:
     """What the op is where the fused kernel cannot be used."""
-    return by_torch(i.dy, i.up, i.scaling, FP8)
+    return by_torch(Grad(i.dy, i.up, i.scaling, FP8))
 
 
 DRAWS = "ours, drawing a mask"

@@ -28,7 +28,7 @@ from benchmarks.lib.op_bench import Bench, Option, Setting, against_floor, calls
 from benchmarks.lib.op_checks import fault
 from benchmarks.lib.rows import Row
 from lorakernels import ops
-from lorakernels.ops.quantize_lora_down import by_torch
+from lorakernels.ops.quantize_lora_down import Down, by_torch
 from lorakernels.values import Dropout, Scaling
 
 COLUMN, SITE = 1, 3
@@ -61,7 +61,7 @@ def ours(i: Inputs) -> Results:
 
 def pytorch(i: Inputs) -> Results:
     """What the op is where the fused kernel cannot be used."""
-    return by_torch(i.x, i.lora_A, i.scaling, i.dropout)
+    return by_torch(Down(i.x, i.lora_A, i.scaling, i.dropout))
 
 
 PROVIDERS: dict[str, Callable[[Inputs], Results]] = {"ours": ours, "torch": pytorch}

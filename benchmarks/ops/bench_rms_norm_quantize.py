@@ -47,7 +47,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         yield Pass(
             name,
             ops.rms_norm_quantize,
-            ops.rms_norm_quantize.reference,
+            ops.rms_norm_quantize.by_reference,
             lambda keep=keep: (x, weight, EPS, scaling, keep, None),
             partial(fault, "rms_norm_quantize", (x, weight, EPS, scaling, keep, None)),
             size * rows * cols,
@@ -57,7 +57,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     yield Pass(
         "backward",
         ops.rms_norm_backward,
-        ops.rms_norm_backward.reference,
+        ops.rms_norm_backward.by_reference,
         lambda: arguments,
         partial(fault, "rms_norm_backward", arguments, roundings=1),
         8 * rows * cols,

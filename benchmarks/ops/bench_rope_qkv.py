@@ -62,7 +62,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     yield Pass(
         "forward",
         partial(in_place, ops.rope_qkv_),
-        partial(in_place, ops.rope_qkv_.reference),
+        partial(in_place, ops.rope_qkv_.by_reference),
         lambda: (qkv.clone(), cos, sin, heads, kv_heads),
         partial(forward_fault, (qkv, cos, sin, heads, kv_heads)),
         4 * tokens * (heads + kv_heads) * dim,
@@ -76,7 +76,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         yield Pass(
             f"backward, {layout}",
             ops.rope_qkv_backward,
-            ops.rope_qkv_backward.reference,
+            ops.rope_qkv_backward.by_reference,
             lambda arguments=arguments: arguments,
             partial(fault, "rope_qkv_backward", arguments, roundings=1),
             4 * tokens * (heads + 2 * kv_heads) * dim,

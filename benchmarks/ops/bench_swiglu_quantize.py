@@ -65,7 +65,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         yield Pass(
             name,
             ops.swiglu_quantize,
-            ops.swiglu_quantize.reference,
+            ops.swiglu_quantize.by_reference,
             lambda forward=forward: forward,
             partial(check, "swiglu_quantize", forward),
             size * rows * cols,
@@ -73,7 +73,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
     yield Pass(
         "forward, packed",
         ops.swiglu_quantize_and_pack,
-        ops.swiglu_quantize_and_pack.reference,
+        ops.swiglu_quantize_and_pack.by_reference,
         lambda: (gate_up, scaling, False, None),
         partial(check, "swiglu_quantize_and_pack", (gate_up, scaling, False, None)),
         7 * rows * cols,
@@ -88,7 +88,7 @@ def passes(shape: str, dtype: torch.dtype, device: torch.device) -> Iterator[Pas
         yield Pass(
             name,
             ops.swiglu_quantize_grad,
-            ops.swiglu_quantize_grad.reference,
+            ops.swiglu_quantize_grad.by_reference,
             lambda backward=backward: backward,
             partial(check, "swiglu_quantize_grad", backward),
             size * rows * cols,

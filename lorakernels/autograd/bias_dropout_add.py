@@ -148,7 +148,7 @@ def get_bias_dropout_add(
         if training and dropout_threshold(prob) > 0:
             dropout = Dropout(draw_slot(state, x.device), prob, site)
         rows, add = _rows(x), _rows(residual.to(x.dtype))
-        return ops.bias_dropout_add.reference(rows, bias, add, dropout).view(x.shape)
+        return ops.bias_dropout_add.by_reference(rows, bias, add, dropout).view(x.shape)
 
     return fused_form if fused else unfused_form
 

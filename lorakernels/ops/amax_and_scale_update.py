@@ -3,15 +3,15 @@
 
     amax = max(history's finite ones, new) or new      scale = fp8_max · 2^−margin / amax      then the history rolls
 
-forward, backward fp32 [L + 1, n]: rows 0…L−1 are the amax history of n tensors, row L their scales; `current` fp32 [2n]
-or None. csrc/ops/amax_and_scale_update reads and writes each state once, in one launch. PyTorch's form needs a dozen
-launches for each direction.
+Rows 0…L−1 of a state [L + 1, n] are the amax history of n tensors, row L is their scales.
+csrc/ops/amax_and_scale_update reads and writes each state once, in one launch. PyTorch's form needs a dozen launches
+for each direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,53 +23,62 @@ from lorakernels.ops.hardware import Place, chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define
 
 
-def reference(
-    forward: Tensor,
-    backward: Tensor,
-    current: Tensor | None,
-    gated: bool,
-    fp8_max_forward: float,
-    fp8_max_backward: float,
-    margin: int,
-    most_recent: bool,
-) -> None:
-    """Roll the amax histories and compute new scales, in place, for every column of both directions [L + 1, n].
+class Update(NamedTuple):
+    """The states `forward` and `backward` are fp32 [L + 1, n]; `current` is fp32 [2n], forward's and then backward's.
 
-    A column's current amax is its row 0, or its entry of `current` [2n] (forward's, then backward's). A column whose
-    current amax is 0 is left as it is. Otherwise its scale becomes `fp8_max · 2^−margin / amax`. The amax is the
-    current one, or the history's largest finite one. An inf or NaN current amax keeps the scale. A scale that overflows
-    becomes FLT_MAX. Then the history rolls. `gated`: nothing changes unless one of backward's current amaxes is > 0 or
-    NaN. Transformer Engine's `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
+    The largest FP8 values are of each direction's type. `most_recent`: an amax is the current one, not the history's.
+    """
+
+    forward: Tensor
+    backward: Tensor
+    current: Tensor | None
+    gated: bool
+    fp8_max_forward: float
+    fp8_max_backward: float
+    margin: int
+    most_recent: bool
+
+
+def reference(a: Update) -> None:
+    """Roll the amax histories and compute new scales, in place, for every column of both directions.
+
+    A column's current amax is its row 0, or its entry of `current`. A column whose current amax is 0 is left as it is.
+    Otherwise its scale becomes `fp8_max · 2^−margin / amax`. The amax is the current one, or the history's largest
+    finite one. An inf or NaN current amax keeps the scale. A scale that overflows becomes FLT_MAX. Then the history
+    rolls. `gated`: nothing changes unless one of backward's current amaxes is > 0 or NaN. Transformer Engine's
+    `delayed_scaling.cu`, less the freeze that one inf causes for a whole history.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit; nothing is changed then.
     """
-    check(forward, backward, current)
+    check(a)
+    current = a.current
     if current is None:
-        current = torch.cat((forward[0], backward[0]))
+        current = torch.cat((a.forward[0], a.backward[0]))
     new_x, new_dy = current.view(2, -1)
-    is_open = ~(new_dy <= 0).all() if gated else torch.ones_like(new_dy, dtype=torch.bool)
+    is_open = ~(new_dy <= 0).all() if a.gated else torch.ones_like(new_dy, dtype=torch.bool)
     for state, new, fp8_max in (
-        (forward, new_x, fp8_max_forward),
-        (backward, new_dy, fp8_max_backward),
+        (a.forward, new_x, a.fp8_max_forward),
+        (a.backward, new_dy, a.fp8_max_backward),
     ):
         history, scale = state[:-1], state[-1]
         live = (new != 0) & is_open
         older = torch.where(history[1:].isfinite(), history[1:], 0.0)
-        amax = new if most_recent else torch.cat((new[None], older)).amax(0)
-        fresh = divide(fp8_max * 2.0**-margin, amax).clamp(max=FLT_MAX)
+        amax = new if a.most_recent else torch.cat((new[None], older)).amax(0)
+        fresh = divide(fp8_max * 2.0**-a.margin, amax).clamp(max=FLT_MAX)
         scale.copy_(torch.where(live & new.isfinite() & (amax > 0), fresh, scale))
         rolled = torch.cat((history[1:], new[None]))
         rolled[0] = 0.0
         history.copy_(torch.where(live, rolled, history))
 
 
-def fake(forward: Tensor, backward: Tensor, current: Tensor | None, *others: object) -> None:
+def fake(a: Update) -> None:
     return None
 
 
-def check(forward: Tensor, backward: Tensor, current: Tensor | None, *others: object) -> None:
+def check(a: Update) -> None:
     """ValueError if a state's or current's shape, dtype, device or strides do not fit."""
+    forward, backward, current = a.forward, a.backward, a.current
     named = [("forward", forward), ("backward", backward)]
     for name, state in named:
         if state.dim() != 2 or state.shape[0] < 2 or state.dtype != torch.float32:
@@ -95,22 +104,14 @@ def check(forward: Tensor, backward: Tensor, current: Tensor | None, *others: ob
             raise ValueError(f"{name} must be contiguous, found strides {tensor.stride()}")
 
 
-def why_not_csrc_kernel(forward: Tensor, *others: object) -> str | None:
+def why_not_csrc_kernel(a: Update) -> str | None:
     """None if csrc's kernel runs on this device; otherwise the reason why not."""
-    return why_not_csrc(capability_of(forward.device))
+    return why_not_csrc(capability_of(a.forward.device))
 
 
-def by_csrc(
-    forward: Tensor,
-    backward: Tensor,
-    current: Tensor | None,
-    gated: bool,
-    fp8_max_forward: float,
-    fp8_max_backward: float,
-    margin: int,
-    most_recent: bool,
-) -> None:
+def by_csrc(a: Update) -> None:
     """The reference bit for bit, on the current stream."""
+    forward, backward, current, gated, fp8_max_forward, fp8_max_backward, margin, most_recent = a
     if forward.shape[1] == 0:  # an empty `current` has no address, which a gated launch asks for
         return
     if gated and current is None:  # every block asks the whole row 0, which others already roll
@@ -129,22 +130,15 @@ def chosen(place: Place) -> tuple[str, str]:
     return chosen_csrc("one launch for all tensors", place)
 
 
-def not_in_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
+def not_in_recomputation(run: Callable[[Update], None]) -> Callable[[Update], None]:
     """`run`, less the automatic (gated) updates that a checkpoint's recomputation reaches inside a backward.
 
     Asked when the op runs: a compiled layer's trace does not know where it will be called.
     """
 
-    def guarded(
-        forward: Tensor,
-        backward: Tensor,
-        current: Tensor | None,
-        gated: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        if not gated or not in_backward():
-            run(forward, backward, current, gated, *args, **kwargs)
+    def guarded(a: Update) -> None:
+        if not a.gated or not in_backward():
+            run(a)
 
     return guarded
 
@@ -152,6 +146,7 @@ def not_in_recomputation(run: Callable[..., Any]) -> Callable[..., Any]:
 amax_and_scale_update = define(
     Op(
         "amax_and_scale_update",
+        Update,
         reference,
         fake,
         check,

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """out = residual + mask ⊙ (x + bias) / (1 − p), what a transformer layer does behind attention and behind its MLP.
 
-x, residual, out, dout, dx [M, N] of one dtype (fp32, bf16, fp16), bias [N]. csrc/ops/bias_dropout_add takes one pass.
-Forward reads x and residual once and writes out: 6MN bytes in bf16. Backward draws the mask again, reads dout and
-writes dx: 4MN bytes. dbias is summed on the way, in an order that depends on shape and GPU alone. Arithmetic is fp32,
-with one rounding at the store. PyTorch's kernels write x + bias, the mask and the product to memory as well.
+csrc/ops/bias_dropout_add takes one pass over tensors of one dtype. Forward reads x and residual once and writes out:
+6MN bytes in bf16. Backward draws the mask again, reads dout and writes dx: 4MN bytes. dbias is summed on the way, in an
+order that depends on shape and GPU alone. Arithmetic is fp32, with one rounding at the store. PyTorch's kernels write
+the sum, the mask and the product to memory as well.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,31 +23,52 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Dropout, Sizes
 
 
-def reference(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
-) -> Tensor:
+class Add(NamedTuple):
+    """x and residual are [M, N] of fp32, bf16 or fp16, bias is [N]."""
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    dropout: Dropout | None
+
+
+class AddInPlace(NamedTuple):
+    """As `Add`; the result is written over `residual`."""
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    dropout: Dropout | None
+
+
+class AddBackward(NamedTuple):
+    """dout is [M, N]; `bias_dtype` is None where no dbias is asked for."""
+
+    dout: Tensor
+    dropout: Dropout | None
+    bias_dtype: torch.dtype | None
+
+
+def reference(a: Add) -> Tensor:
     """residual + mask ⊙ (x + bias) / (1 − p) [M, N] in x's dtype; residual and bias may have another one.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(x, bias, residual, dropout)
+    check(a)
+    x, bias, residual, dropout = a
     xb = x.float() if bias is None else x.float() + bias.float()
     dropped, factor = masked(xb, dropout)
     out = dropped * factor
     return (out if residual is None else out + residual.float()).to(x.dtype)
 
 
-def reference_in_place(
-    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
-) -> None:
+def reference_in_place(a: AddInPlace) -> None:
     """The same, written over `residual`."""
-    residual.copy_(reference(x, bias, residual, dropout))
+    a.residual.copy_(reference(Add(*a)))
 
 
-def reference_backward(
-    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def reference_backward(a: AddBackward) -> tuple[Tensor, Tensor]:
     """dx = mask ⊙ dout / (1 − p) [M, N] and dbias = Σ_rows dx [N].
 
     dx is empty where nothing is dropped: then it is dout. dbias is empty when `bias_dtype` is None.
@@ -53,35 +76,32 @@ def reference_backward(
     Raises:
         ValueError: the slot does not fit.
     """
-    check_backward(dout, dropout, bias_dtype)
+    check_backward(a)
+    dout, dropout, bias_dtype = a
     dropped, factor = masked(dout.float(), dropout)
     dx = dropped * factor
     dbias = dx.new_empty(0) if bias_dtype is None else dx.sum(0).to(bias_dtype)
     return (dx.to(dout.dtype) if drops(dropout) else dout.new_empty(0)), dbias
 
 
-def fake(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
-) -> Tensor:
-    return torch.empty_like(x)
+def fake(a: Add) -> Tensor:
+    return torch.empty_like(a.x)
 
 
-def fake_in_place(
-    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
-) -> None:
+def fake_in_place(a: AddInPlace) -> None:
     return None
 
 
-def fake_backward(
-    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def fake_backward(a: AddBackward) -> tuple[Tensor, Tensor]:
+    dout, dropout, bias_dtype = a
     columns = 0 if bias_dtype is None else dout.shape[1]
     dbias = empty(dout, columns, dtype=bias_dtype or torch.float32)
     return torch.empty_like(dout) if drops(dropout) else empty(dout, 0), dbias
 
 
-def check(x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None) -> None:
+def check(a: Add | AddInPlace) -> None:
     """TypeError or ValueError if a dtype, shape, device, probability or slot does not fit."""
+    x, bias, residual, dropout = a
     check_operands(x, bias, residual, 0.0 if dropout is None else dropout.p)
     checks.mask(dropout, x.shape[0], x.device)
 
@@ -109,39 +129,35 @@ def check_operands(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: f
         raise ValueError(f"p must be in [0, 1), found {p}")
 
 
-def check_backward(dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None) -> None:
+def check_backward(a: AddBackward) -> None:
     """ValueError if the slot does not fit."""
-    checks.mask(dropout, dout.shape[0], dout.device)
+    checks.mask(a.dropout, a.dout.shape[0], a.dout.device)
 
 
-def why_not_csrc_kernel(x: Tensor, *others: object) -> str | None:
-    """None if csrc's kernels run on the device of x or dout; otherwise the reason why not."""
-    return why_not_csrc(capability_of(x.device))
+def why_not_csrc_kernel(a: Add | AddInPlace) -> str | None:
+    """None if csrc's kernels run on the device of x; otherwise the reason why not."""
+    return why_not_csrc(capability_of(a.x.device))
 
 
-def by_csrc(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, dropout: Dropout | None
-) -> Tensor:
+def why_not_csrc_backward(a: AddBackward) -> str | None:
+    """None if csrc's kernel runs on the device of dout; otherwise the reason why not."""
+    return why_not_csrc(capability_of(a.dout.device))
+
+
+def by_csrc(a: Add) -> Tensor:
     """The reference bit for bit."""
-    out = torch.empty_like(x)
-    _launch(out, x, bias, residual, dropout)
+    out = torch.empty_like(a.x)
+    _launch(out, a)
     return out
 
 
-def by_csrc_in_place(
-    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
-) -> None:
+def by_csrc_in_place(a: AddInPlace) -> None:
     """The reference bit for bit."""
-    _launch(residual, x, bias, residual, dropout)
+    _launch(a.residual, a)
 
 
-def _launch(
-    out: Tensor,
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dropout: Dropout | None,
-) -> None:
+def _launch(out: Tensor, a: Add | AddInPlace) -> None:
+    x, bias, residual, dropout = a
     _check_matrices(x=x, residual=residual)
     if bias is not None:
         bias = bias.to(_bias_dtype(bias.dtype, x.dtype)).contiguous()
@@ -157,10 +173,9 @@ def _launch(
     )
 
 
-def by_csrc_backward(
-    dout: Tensor, dropout: Dropout | None, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+def by_csrc_backward(a: AddBackward) -> tuple[Tensor, Tensor]:
     """dx bit for bit the reference's; dbias summed in another order, the same in every run."""
+    dout, dropout, bias_dtype = a
     _check_matrices(dout=dout)
     rows, cols = dout.shape
     some_drop = drops(dropout)
@@ -213,6 +228,7 @@ def chosen(place: Place) -> tuple[str, str]:
 bias_dropout_add = define(
     Op(
         "bias_dropout_add",
+        Add,
         reference,
         fake,
         check,
@@ -229,6 +245,7 @@ bias_dropout_add = define(
 bias_dropout_add_ = define(
     Op(
         "bias_dropout_add_",
+        AddInPlace,
         reference_in_place,
         fake_in_place,
         check,
@@ -244,11 +261,12 @@ bias_dropout_add_ = define(
 bias_dropout_add_backward = define(
     Op(
         "bias_dropout_add_backward",
+        AddBackward,
         reference_backward,
         fake_backward,
         check_backward,
         (
-            Implementation("csrc", by_csrc_backward, why_not_csrc_kernel),
+            Implementation("csrc", by_csrc_backward, why_not_csrc_backward),
             Implementation("torch", reference_backward),
         ),
     ),

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +30,28 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import SideBySide
 
 
-def reference(
-    blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
-) -> tuple[Tensor, Tensor]:
-    """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype, for f the first and the second row of `factors` fp32 [2, n].
-    `compact`: the second is [ΣN, R], its rows zeros where R_i = 0.
+class Blocks(NamedTuple):
+    """The `blocks`, [N_i, R_i] of one dtype, are those of the projections with R_i > 0. factors is fp32 [2, n].
 
-    The `blocks`, [N_i, R_i] of one dtype, are those of the projections with R_i > 0.
+    `compact`: the backward's matrix is [ΣN, R].
+    """
+
+    blocks: Sequence[Tensor]
+    side: SideBySide
+    factors: Tensor
+    compact: bool = False
+
+
+def reference(a: Blocks) -> tuple[Tensor, Tensor]:
+    """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype, for f the first and the second row of `factors`.
+
+    `compact`: the second is [ΣN, R], its rows zeros where R_i = 0.
 
     Raises:
         ValueError, TypeError: they do not fit together.
     """
-    check(blocks, side, factors, compact)
+    check(a)
+    blocks, side, factors, compact = a
     found = []
     of_both = zip(_shapes(side, compact), factors, (False, compact), strict=True)
     for shape, of_factors, below in of_both:
@@ -61,18 +72,15 @@ def _width(side: SideBySide, compact: bool) -> int:
     return max(side.ranks) if compact else sum(side.ranks)
 
 
-def fake(
-    blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
-) -> tuple[Tensor, Tensor]:
-    first, second = _shapes(side, compact)
-    each = blocks[0].shape[:-2]
-    return empty(blocks[0], *each, *first), empty(blocks[0], *each, *second)
+def fake(a: Blocks) -> tuple[Tensor, Tensor]:
+    (first, second), like = _shapes(a.side, a.compact), a.blocks[0]
+    leading = like.shape[:-2]
+    return empty(like, *leading, *first), empty(like, *leading, *second)
 
 
-def check(
-    blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
-) -> None:
+def check(a: Blocks) -> None:
     """ValueError or TypeError where the blocks, the projections and the factors do not fit together."""
+    blocks, side, factors, compact = a
     _check_side(side, compact)
     expected = [(n, r) for n, r in zip(*side, strict=True) if r]
     found = [tuple(block.shape) for block in blocks]
@@ -103,27 +111,24 @@ def _check_factors(factors: Tensor, device: torch.device, *shape: int) -> None:
         raise ValueError(f"factors must be on {device}, found {factors.device}")
 
 
-def why_not_triton(
-    blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
-) -> str | None:
+def why_not_triton(a: Blocks) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    if len(side.rows) > MAX_BLOCKS:
-        return f"{len(side.rows)} projections are more than {MAX_BLOCKS}"
-    return why_not_layer_kernel(**{f"block {i}": tensor for i, tensor in enumerate(blocks)})
+    if len(a.side.rows) > MAX_BLOCKS:
+        return f"{len(a.side.rows)} projections are more than {MAX_BLOCKS}"
+    return why_not_layer_kernel(**{f"block {i}": tensor for i, tensor in enumerate(a.blocks)})
 
 
-def by_triton(
-    blocks: Sequence[Tensor], side: SideBySide, factors: Tensor, compact: bool = False
-) -> tuple[Tensor, Tensor]:
+def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
     """One kernel; the reference's bits."""
-    first, second = fake(blocks, side, factors, compact)
-    launch(first, second, blocks, side, factors, compact, split=False)
+    first, second = fake(a)
+    launch(first, second, *a, split=False)
     return first, second
 
 
 block_diagonal = define(
     Op(
         "block_diagonal",
+        Blocks,
         reference,
         fake,
         check,
@@ -134,30 +139,36 @@ block_diagonal = define(
 )
 
 
-def reference_parts(
-    matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
-) -> list[Tensor]:
-    """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype, for f `factors` fp32 [n].
+class Matrix(NamedTuple):
+    """matrix is [ΣN, ΣR], or with `compact` [ΣN, R]; factors is fp32 [n]."""
+
+    matrix: Tensor
+    side: SideBySide
+    factors: Tensor
+    compact: bool = False
+
+
+def reference_parts(a: Matrix) -> list[Tensor]:
+    """f_i D_i of each R_i > 0, contiguous, in the matrix's dtype, for f `factors`.
 
     Raises:
         ValueError, TypeError: they do not fit together.
     """
-    check_parts(matrix, side, factors, compact)
+    check_parts(a)
     return [
-        (matrix[..., n, r].float() * factors[i]).to(matrix.dtype)
-        for i, (n, r) in adapter_places(side, compact)
+        (a.matrix[..., n, r].float() * a.factors[i]).to(a.matrix.dtype)
+        for i, (n, r) in adapter_places(a.side, a.compact)
     ]
 
 
-def fake_parts(
-    matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
-) -> list[Tensor]:
-    each = matrix.shape[:-2]
-    return [empty(matrix, *each, n, r) for n, r in zip(*side, strict=True) if r]
+def fake_parts(a: Matrix) -> list[Tensor]:
+    each = a.matrix.shape[:-2]
+    return [empty(a.matrix, *each, n, r) for n, r in zip(*a.side, strict=True) if r]
 
 
-def check_parts(matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False) -> None:
+def check_parts(a: Matrix) -> None:
     """ValueError or TypeError where the matrix, the projections and the factors do not fit together."""
+    matrix, side, factors, compact = a
     _check_side(side, compact)
     rows, ranks = side
     if matrix.dim() > 3 or matrix.shape[-2:] != (sum(rows), _width(side, compact)):
@@ -169,25 +180,22 @@ def check_parts(matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool
     _check_factors(factors, matrix.device, len(rows))
 
 
-def why_not_triton_parts(
-    matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
-) -> str | None:
+def why_not_triton_parts(a: Matrix) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_triton([matrix], side, factors, compact)
+    return why_not_triton(Blocks([a.matrix], a.side, a.factors, a.compact))
 
 
-def by_triton_parts(
-    matrix: Tensor, side: SideBySide, factors: Tensor, compact: bool = False
-) -> list[Tensor]:
+def by_triton_parts(a: Matrix) -> list[Tensor]:
     """One kernel; the reference's bits."""
-    blocks = fake_parts(matrix, side, factors, compact)
-    launch(matrix, matrix, blocks, side, factors, compact, split=True)
+    blocks = fake_parts(a)
+    launch(a.matrix, a.matrix, blocks, a.side, a.factors, a.compact, split=True)
     return blocks
 
 
 block_diagonal_parts = define(
     Op(
         "block_diagonal_parts",
+        Matrix,
         reference_parts,
         fake_parts,
         check_parts,

@@ -3,9 +3,9 @@
 
     loss = log Σ_v exp z_v − z_label        dz = factor · (softmax(z) − onehot(label))
 
-The logits z [M, V] are bf16, fp16 or fp32, labels int64 [M], losses fp32 [M]. kernels/triton/cross_entropy.py reads the
-logits twice, the second time mostly from L2, and writes dz over them. That moves 6MV bytes in bf16. PyTorch's fp32
-log-softmax, its exponential and the one-hot subtraction move 26MV bytes and hold 8MV.
+z are the logits, losses fp32 [M]. kernels/triton/cross_entropy.py reads the logits twice, the second time mostly from
+L2, and writes dz over them. That moves 6MV bytes in bf16. PyTorch's fp32 log-softmax, its exponential and the one-hot
+subtraction move 26MV bytes and hold 8MV.
 
 `cross_entropy_fp8` writes dz / factor beside the logits as e5m2 bytes, for a product in FP8: 5MV bytes. Their scale is
 known beforehand, since no element of softmax(z) − onehot(label) is beyond ±1. So dz is read neither for its amax nor
@@ -13,6 +13,8 @@ to quantize it, which would move 5MV bytes more.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,9 +27,20 @@ BLOCK = 8192  # logits a program holds at a time
 WARPS = 16
 
 
-def reference(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
-) -> Tensor:
+class Loss(NamedTuple):
+    """logits [M, V] are bf16, fp16, fp32 or fp64, labels int64 [M]; factor is one fp32 or fp64 value, 1 where None.
+
+    With `gradient`, the logits become dz. A row whose label is `ignore_index` counts for nothing.
+    """
+
+    logits: Tensor
+    labels: Tensor
+    factor: Tensor | None
+    ignore_index: int
+    gradient: bool
+
+
+def reference(a: Loss) -> Tensor:
     """Losses [M] = log Σ_v exp z_v − z_label, fp32 (fp64 of fp64), 0 where the label is `ignore_index`.
 
     `gradient`: logits become dz = factor · (softmax(z) − onehot(label)), 0 in ignored rows, whatever they held. A label
@@ -36,7 +49,8 @@ def reference(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(logits, labels, factor)
+    check(a)
+    logits, labels, factor, ignore_index, gradient = a
     ignored = labels == ignore_index
     known = (labels >= 0) & (labels < logits.shape[1])
     target = torch.where(known, labels, 0)[:, None]
@@ -53,7 +67,15 @@ def reference(
     return losses.masked_fill(ignored, 0.0)
 
 
-def reference_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+class LossFP8(NamedTuple):
+    """logits, labels and `ignore_index` are as in `Loss`."""
+
+    logits: Tensor
+    labels: Tensor
+    ignore_index: int
+
+
+def reference_fp8(a: LossFP8) -> tuple[Tensor, Tensor]:
     """(losses [M], dz8 [M, V]): `reference`'s losses, and e5m2 bytes as uint8.
 
     dz8 = (softmax(z) − onehot(label)) / GRAD_SCALE_INV, 0 in ignored rows, NaN where a label is outside of [0, V). The
@@ -62,25 +84,42 @@ def reference_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Te
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(logits, labels)
-    dz = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-    losses = reference(dz, labels, None, ignore_index, True)
+    check_fp8(a)
+    dz = a.logits.to(torch.promote_types(a.logits.dtype, torch.float32), copy=True)
+    losses = reference(Loss(dz, a.labels, None, a.ignore_index, True))
     return losses, (dz / GRAD_SCALE_INV).to(torch.float8_e5m2).view(torch.uint8)
 
 
-def fake(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
-) -> Tensor:
-    return empty(labels, *labels.shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+def fake(a: Loss) -> Tensor:
+    wide = torch.promote_types(a.logits.dtype, torch.float32)
+    return empty(a.labels, *a.labels.shape, dtype=wide)
 
 
-def fake_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    losses = fake(logits, labels, None, ignore_index, True)
-    return losses, empty(logits, *logits.shape, dtype=torch.uint8)
+def fake_fp8(a: LossFP8) -> tuple[Tensor, Tensor]:
+    losses = fake(Loss(a.logits, a.labels, None, a.ignore_index, True))
+    return losses, empty(a.logits, *a.logits.shape, dtype=torch.uint8)
 
 
-def check(logits: Tensor, labels: Tensor, factor: object = None, *others: object) -> None:
+def check(a: Loss) -> None:
     """TypeError or ValueError unless logits are floating [M, V], labels int64 [M], factor one fp32 or fp64 value."""
+    _check_operands(a.logits, a.labels)
+    factor = a.factor
+    if factor is None:
+        return
+    if factor.device != a.logits.device:
+        raise ValueError(f"factor is on {factor.device}, logits on {a.logits.device}")
+    if factor.numel() != 1 or factor.dtype.itemsize < 4:
+        raise ValueError(
+            f"factor must be one fp32 value, found {factor.dtype} {list(factor.shape)}"
+        )
+
+
+def check_fp8(a: LossFP8) -> None:
+    """TypeError or ValueError unless logits are floating [M, V], labels int64 [M]."""
+    _check_operands(a.logits, a.labels)
+
+
+def _check_operands(logits: Tensor, labels: Tensor) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(f"logits must be [M, V] with V ≥ 1, found {tuple(logits.shape)}")
     if logits.dtype not in (*FLOATS, torch.float64):
@@ -89,39 +128,32 @@ def check(logits: Tensor, labels: Tensor, factor: object = None, *others: object
         raise ValueError(
             f"labels must be int64 [{logits.shape[0]}], found {labels.dtype} {list(labels.shape)}"
         )
-    for name, tensor in (("labels", labels), ("factor", factor)):
-        if isinstance(tensor, Tensor) and tensor.device != logits.device:
-            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
-    if isinstance(factor, Tensor) and (factor.numel() != 1 or factor.dtype.itemsize < 4):
-        raise ValueError(
-            f"factor must be one fp32 value, found {factor.dtype} {list(factor.shape)}"
-        )
+    if labels.device != logits.device:
+        raise ValueError(f"labels is on {labels.device}, logits on {logits.device}")
 
 
-def why_not_triton(logits: Tensor, *others: object) -> str | None:
+def why_not_triton(a: Loss | LossFP8) -> str | None:
     """None if Triton's kernel takes these logits; otherwise the reason why not."""
-    return "logits are float64" if logits.dtype == torch.float64 else None
+    return "logits are float64" if a.logits.dtype == torch.float64 else None
 
 
-def by_triton(
-    logits: Tensor, labels: Tensor, factor: Tensor | None, ignore_index: int, gradient: bool
-) -> Tensor:
+def by_triton(a: Loss) -> Tensor:
     """Losses and gradient by one kernel.
 
     Raises:
         ValueError: logits are not contiguous.
     """
-    return _launched(logits, labels, factor, ignore_index, logits if gradient else None)
+    return _launched(a.logits, a.labels, a.factor, a.ignore_index, a.logits if a.gradient else None)
 
 
-def by_triton_fp8(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def by_triton_fp8(a: LossFP8) -> tuple[Tensor, Tensor]:
     """Losses and the gradient's bytes by one kernel.
 
     Raises:
         ValueError: logits are not contiguous.
     """
-    dz8 = torch.empty_like(logits, dtype=torch.uint8)
-    return _launched(logits, labels, None, ignore_index, dz8), dz8
+    dz8 = torch.empty_like(a.logits, dtype=torch.uint8)
+    return _launched(a.logits, a.labels, None, a.ignore_index, dz8), dz8
 
 
 def _launched(
@@ -154,6 +186,7 @@ def chosen_fp8(place: Place) -> tuple[str, str]:
 cross_entropy_ = define(
     Op(
         "cross_entropy_",
+        Loss,
         reference,
         fake,
         check,
@@ -168,9 +201,10 @@ cross_entropy_ = define(
 cross_entropy_fp8 = define(
     Op(
         "cross_entropy_fp8",
+        LossFP8,
         reference_fp8,
         fake_fp8,
-        check,
+        check_fp8,
         (
             Implementation("triton", by_triton_fp8, why_not_triton),
             Implementation("torch", reference_fp8),

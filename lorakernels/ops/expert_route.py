@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tokens of a mixture's experts lie while these multiply them (numerics/groups.py).
 
-chosen [T, J], the experts of each token, integers; E stands for no expert. The results are int32: group_of [M / 128],
-starts and ends [G], source and own [M], place [T, J]. Two Triton kernels count and place; PyTorch's sort and search
-take some thirty.
+The results are int32: group_of [M / 128], starts and ends [G], source and own [M], place [T, J]. Two Triton kernels
+count and place; PyTorch's sort and search take some thirty.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,26 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 MAX_EXPERTS = 1023  # for Triton, which compares a part's choices with all of them
 
 
-def reference(chosen: Tensor, experts: int) -> Results:
+class Route(NamedTuple):
+    """chosen [T, J] has the experts of each token, int32 or int64; `experts`, their number E, stands for none."""
+
+    chosen: Tensor
+    experts: int
+
+
+def reference(a: Route) -> Results:
     """(group_of, starts, ends, source, own, place).
 
     Raises:
         TypeError, ValueError: chosen is not a matrix of integers, or there is no expert.
     """
-    check(chosen, experts)
-    groups, *rest = route(chosen, experts)
+    check(a)
+    groups, *rest = route(*a)
     return *groups, *rest  # type: ignore[return-value]
 
 
-def fake(chosen: Tensor, experts: int) -> Results:
+def fake(a: Route) -> Results:
+    chosen, experts = a
     rows = rows_of(chosen.numel(), experts)
 
     def made(*shape: int) -> Tensor:
@@ -45,32 +53,33 @@ def fake(chosen: Tensor, experts: int) -> Results:
     return blocks, made(experts), made(experts), made(rows), made(rows), made(*chosen.shape)
 
 
-def check(chosen: Tensor, experts: int) -> None:
+def check(a: Route) -> None:
     """TypeError or ValueError unless chosen is a matrix of integers, and there are experts."""
-    checks.matrix("chosen", chosen)
-    if chosen.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"chosen must be int32 or int64, found {chosen.dtype}")
-    if experts < 1:
-        raise ValueError(f"experts must be at least 1, found {experts}")
+    checks.matrix("chosen", a.chosen)
+    if a.chosen.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"chosen must be int32 or int64, found {a.chosen.dtype}")
+    if a.experts < 1:
+        raise ValueError(f"experts must be at least 1, found {a.experts}")
 
 
-def why_not_triton(chosen: Tensor, experts: int) -> str | None:
+def why_not_triton(a: Route) -> str | None:
     """None if Triton's kernels take these choices; otherwise the reason why not."""
-    if experts > MAX_EXPERTS:
-        return f"{experts} experts are more than {MAX_EXPERTS}"
-    return why_not_layer_kernel(chosen=chosen)
+    if a.experts > MAX_EXPERTS:
+        return f"{a.experts} experts are more than {MAX_EXPERTS}"
+    return why_not_layer_kernel(chosen=a.chosen)
 
 
-def by_triton(chosen: Tensor, experts: int) -> Results:
+def by_triton(a: Route) -> Results:
     """Two kernels, whose order is that of the choices."""
-    out = fake(chosen, experts)
-    kernels.route(out, chosen, experts)
+    out = fake(a)
+    kernels.route(out, *a)
     return out
 
 
 expert_route = define(
     Op(
         "expert_route",
+        Route,
         reference,
         fake,
         check,

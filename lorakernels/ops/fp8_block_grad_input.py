@@ -3,9 +3,8 @@
 
     dx[m, k] = Σ_b dys[b, m] · ws[b, ⌊k/128⌋] · Σ_{n in block b} dy8[m, n] w8[n, k]  +  …
 
-dy8 [M, N] is e5m2 or e4m3 with dys fp32 [⌈N/128⌉, M]. w8 [N, K] is e4m3 with ws fp32 [⌈N/128⌉, ⌈K/128⌉]. ds is [M, R]
-and dx [M, K]. A is [R, K], or [J, R, K] of J adapters in one batch (numerics/segments.py). A block of W has the same
-scale in both directions, so that a layer holds one copy of its bytes for forward and backward.
+dy8 and w8 are FP8 bytes; dys and ws, fp32, are their scale_inv. A block of W has the same scale in both directions, so
+that a layer holds one copy of its bytes for forward and backward.
 
 Hopper's FP8 tensor cores read operands of shared memory along the contraction only. So Wᵀ [K, N] is made for the call
 by `transpose_fp8`, NK bytes that are free again behind it. Turning W on its way through the registers, as
@@ -18,6 +17,8 @@ After cuBLASLt's or PyTorch's product, the branch is added by PyTorch.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,166 +28,117 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
-from lorakernels.ops.fp8_grad_input import add_branch, fake, launch_csrc, rounded_with_branch
+from lorakernels.ops.fp8_grad_input import GradInput, add_branch, launch_csrc, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
 from lorakernels.ops.hardware import SEVERAL, Place, why_not_cublaslt_blocks
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
 
 
-def reference(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """dx [M, K] in `out_dtype`, summed in fp32 and rounded once; the mask is drawn again.
+class BlockGradInput(NamedTuple):
+    """dy [M, N] is of `fp8_dtype`, e5m2 or e4m3, with scale_inv [⌈N/128⌉, M], ds [M, R]. `out_dtype` is dx's.
 
-    `fp8_dtype` is the type of dy's bytes. Where `dropout.dropped` holds the mask, a kernel may read that instead.
+    The weight [N, K] is e4m3 with scale_inv [⌈N/128⌉, ⌈K/128⌉], lora_A [R, K], or [J, R, K] of J adapters in one batch.
+    Where `dropout.dropped` holds the mask, a kernel may read that instead of drawing.
+    """
+
+    dy: Scaled
+    fp8_dtype: torch.dtype
+    weight: Weight
+    ds: Tensor | None
+    lora_A: Tensor | None
+    dropout: Dropout | None
+    out_dtype: torch.dtype
+
+
+def reference(a: BlockGradInput) -> Tensor:
+    """dx [M, K] in `out_dtype`, summed in fp32 and rounded once; the mask is drawn again.
 
     Raises:
         ValueError: a scale_inv, the slot, or a mask that has been drawn already does not fit.
     """
-    check(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
-    acc = dequantize_rows(dy, fp8_dtype) @ dequantize_weight_blocks(weight)
-    return rounded_with_branch(acc, ds, lora_A, dropout, out_dtype)
+    check(a)
+    acc = dequantize_rows(a.dy, a.fp8_dtype) @ dequantize_weight_blocks(a.weight)
+    return rounded_with_branch(acc, GradInput(*a))
 
 
-def check(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> None:
+def fake(a: BlockGradInput) -> Tensor:
+    return empty(a.dy.data, a.dy.data.shape[0], a.weight.data.shape[1], dtype=a.out_dtype)
+
+
+def check(a: BlockGradInput) -> None:
     """ValueError unless scales are [⌈N/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉], and slot and mask fit."""
+    dy, weight = a.dy, a.weight
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     if weight.data.shape[0] != depth:
         raise ValueError(f"weight must be [{depth}, K], found {list(weight.data.shape)}")
     check_scales("dy_scale_inv", dy.scale_inv, (blocks_of(depth), rows))
     check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(depth), blocks_of(cols)))
-    checks.mask(dropout, rows, dy.data.device)
-    checks.dropped(dropout, rows, cols, dy.data.device)
-    check_segments("lora_A", lora_A, rows)
+    checks.mask(a.dropout, rows, dy.data.device)
+    checks.dropped(a.dropout, rows, cols, dy.data.device)
+    check_segments("lora_A", a.lora_A, rows)
 
 
-def why_not_csrc_kernel(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> str | None:
+def why_not_csrc_kernel(a: BlockGradInput) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
-    if ds is not None and adapters_of(lora_A):
+    if a.ds is not None and adapters_of(a.lora_A):
         return SEVERAL
-    if why_not := why_not_gaps(dy=dy.scale_inv, weight=weight.scale_inv):
+    if why_not := why_not_gaps(dy=a.dy.scale_inv, weight=a.weight.scale_inv):
         return why_not
-    return why_not_csrc_product(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
+    return why_not_csrc_product(GradInput(*a))
 
 
-def by_csrc(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def by_csrc(a: BlockGradInput) -> Tensor:
     """Wᵀ, and one kernel of csrc, for any rank."""
-    dx: Tensor = fake(dy, fp8_dtype, weight, ds, lora_A, dropout, out_dtype)
-    turned = weight._replace(data=transpose_fp8.run(weight.data))
-    launch_csrc(dx, dy, fp8_dtype, turned, ds, lora_A, dropout, split=True)
+    dx = fake(a)
+    turned = a.weight._replace(data=transpose_fp8.run(a.weight.data))
+    launch_csrc(dx, GradInput(*a)._replace(weight=turned))
     return dx
 
 
-def why_not_csrc_base(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> str | None:
+def why_not_csrc_base(a: BlockGradInput) -> str | None:
     """None if csrc's kernel takes all but the adapters; otherwise the reason why not."""
-    return why_not_csrc_kernel(dy, fp8_dtype, weight, None, None, None, out_dtype)
+    return why_not_csrc_kernel(_base(a))
 
 
-def by_csrc_and_torch(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def _base(a: BlockGradInput) -> BlockGradInput:
+    return a._replace(ds=None, lora_A=None, dropout=None)
+
+
+def by_csrc_and_torch(a: BlockGradInput) -> Tensor:
     """Wᵀ and one kernel of csrc, then PyTorch's for the adapters' branch."""
-    dx = by_csrc(dy, fp8_dtype, weight, None, None, None, out_dtype)
-    return add_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(by_csrc(_base(a)), GradInput(*a))
 
 
-def by_torch(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def by_torch(a: BlockGradInput) -> Tensor:
     """A product of dequantized operands in `out_dtype`, to which the branch is added in fp32."""
-    wide = dequantize_weight_blocks(weight, out_dtype)
-    acc = dequantize_rows(dy, fp8_dtype, out_dtype) @ wide
-    return rounded_with_branch(acc.float(), ds, lora_A, dropout, out_dtype)
+    wide = dequantize_weight_blocks(a.weight, a.out_dtype)
+    acc = dequantize_rows(a.dy, a.fp8_dtype, a.out_dtype) @ wide
+    return rounded_with_branch(acc.float(), GradInput(*a))
 
 
-def why_not_cublaslt(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> str | None:
+def why_not_cublaslt(a: BlockGradInput) -> str | None:
     """None if cuBLASLt takes these operands; otherwise the reason why not."""
-    (rows, depth), cols = dy.data.shape, weight.data.shape[1]
-    capability = capability_of(dy.data.device)
-    return why_not_cublaslt_blocks(capability, (rows, cols, depth), out_dtype)
+    (rows, depth), cols = a.dy.data.shape, a.weight.data.shape[1]
+    capability = capability_of(a.dy.data.device)
+    return why_not_cublaslt_blocks(capability, (rows, cols, depth), a.out_dtype)
 
 
-def by_cublaslt(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def by_cublaslt(a: BlockGradInput) -> Tensor:
     """`torch._scaled_mm` of the blocks and a copy of Wᵀ, to which the branch is added in fp32."""
+    dy, weight = a.dy, a.weight
     assert dy.scale_inv is not None and weight.scale_inv is not None
     dx = torch._scaled_mm(
-        dy.data.view(fp8_dtype),
+        dy.data.view(a.fp8_dtype),
         transpose_fp8(weight.data).view(E4M3).t(),
         scale_a=dy.scale_inv.t(),
         scale_b=weight.scale_inv.t().contiguous().t(),
-        out_dtype=out_dtype,
+        out_dtype=a.out_dtype,
     )
-    if ds is None or lora_A is None:
+    if a.ds is None or a.lora_A is None:
         return dx
-    return rounded_with_branch(dx.float(), ds, lora_A, dropout, out_dtype)
+    return rounded_with_branch(dx.float(), GradInput(*a))
 
 
 def chosen(place: Place) -> tuple[str, str]:
@@ -198,6 +150,7 @@ def chosen(place: Place) -> tuple[str, str]:
 fp8_block_grad_input = define(
     Op(
         "fp8_block_grad_input",
+        BlockGradInput,
         reference,
         fake,
         check,

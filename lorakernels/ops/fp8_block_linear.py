@@ -3,10 +3,9 @@
 
     y[m, n] = Σ_b xs[b, m] · ws[⌊n/128⌋, b] · Σ_{k in block b} x8[m, k] w8[n, k]  +  …
 
-x8 [M, K] and w8 [N, K] are bytes of e4m3. xs fp32 [⌈K/128⌉, M] and ws fp32 [⌈N/128⌉, ⌈K/128⌉] are their scale_inv.
-bias is [N], s [M, R], residual and y [M, N]. B is [N, R], or [J, N, R] of J adapters in one batch
-(numerics/segments.py). The scales are applied to partial sums of 128 products in fp32, so that the tensor cores' short
-sums end there. Checkpoints with such scales are read as they are (DeepSeek-V3 report, section 3.3).
+x8 and w8 are bytes of e4m3; xs and ws, fp32, are their scale_inv. The scales are applied to partial sums of 128
+products in fp32, so that the tensor cores' short sums end there. Checkpoints with such scales are read as they are
+(DeepSeek-V3 report, section 3.3).
 
 csrc/ops/fp8_gemm on Hopper adds the other terms in registers and rounds y once. PyTorch adds the term of several
 adapters after it. cuBLASLt multiplies the blocks themselves, for sizes that it takes. PyTorch's way dequantizes both
@@ -16,6 +15,8 @@ product, PyTorch adds the other terms one by one, so that y is rounded up to fou
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_w
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of
 from lorakernels.ops import checks
-from lorakernels.ops.fp8_linear_lora import fake, launch_csrc, rounded_sum, with_terms
+from lorakernels.ops.fp8_linear_lora import Linear, launch_csrc, rounded_sum, with_terms
 from lorakernels.ops.fp8_linear_lora import why_not_csrc_kernel as why_not_csrc_linear
 from lorakernels.ops.hardware import (
     FP8_GEMM_MULTIPLE,
@@ -33,45 +34,54 @@ from lorakernels.ops.hardware import (
     why_not_cublaslt_blocks,
     why_not_wgmma_gemm,
 )
-from lorakernels.ops.register import Implementation, Op, define
+from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Scaled, SideBySide, Up, Weight
 
 
-def reference(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+class BlockLinear(NamedTuple):
+    """x [M, K] and the weight [N, K] are e4m3; their scale_inv are [⌈K/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉].
+
+    The others are as in `fp8_linear_lora`.
+    """
+
+    x: Scaled
+    weight: Weight
+    bias: Tensor | None
+    up: Up | None
+    out_dtype: torch.dtype
+    residual: Tensor | None = None
+    side: SideBySide | None = None
+
+
+def reference(a: BlockLinear) -> Tensor:
     """y [M, N] in `out_dtype`, summed in fp32 and rounded once.
 
     Raises:
         ValueError: a scale_inv, the bias, lora_B or the residual does not fit.
     """
-    check(x, weight, bias, up, out_dtype, residual, side)
-    acc = dequantize_rows(x) @ dequantize_weight_blocks(weight).t()
-    return rounded_sum(acc, bias, up, out_dtype, residual)
+    check(a)
+    acc = dequantize_rows(a.x) @ dequantize_weight_blocks(a.weight).t()
+    return rounded_sum(acc, as_linear(a))
 
 
-def check(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> None:
+def as_linear(a: BlockLinear) -> Linear:
+    """The arguments of `fp8_linear_lora`, from which the other terms and csrc's operands are taken."""
+    return Linear(a.x, a.weight, a.bias, a.up, a.out_dtype, False, a.residual, a.side)
+
+
+def fake(a: BlockLinear) -> Tensor:
+    return empty(a.x.data, a.x.data.shape[0], a.weight.data.shape[0], dtype=a.out_dtype)
+
+
+def check(a: BlockLinear) -> None:
     """ValueError unless scales are [⌈K/128⌉, M] and [⌈N/128⌉, ⌈K/128⌉], and the other terms fit y [M, N]."""
-    (rows, depth), cols = x.data.shape, weight.data.shape[0]
+    weight = a.weight
+    (rows, depth), cols = a.x.data.shape, weight.data.shape[0]
     if weight.data.shape[1] != depth:
         raise ValueError(f"weight must be [N, {depth}], found {list(weight.data.shape)}")
-    check_scales("x_scale_inv", x.scale_inv, (blocks_of(depth), rows))
+    check_scales("x_scale_inv", a.x.scale_inv, (blocks_of(depth), rows))
     check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(cols), blocks_of(depth)))
-    checks.terms((rows, cols), bias, up, residual, side)
+    checks.terms((rows, cols), a.bias, a.up, a.residual, a.side)
 
 
 def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> None:
@@ -81,63 +91,31 @@ def check_scales(name: str, found: Tensor | None, expected: tuple[int, int]) -> 
         raise ValueError(f"{name} must be float32 {list(expected)}, found {what}")
 
 
-def why_not_csrc_kernel(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> str | None:
+def why_not_csrc_kernel(a: BlockLinear) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
-    if up is not None and adapters_of(up.lora_B):
+    if a.up is not None and adapters_of(a.up.lora_B):
         return SEVERAL
-    if why_not := why_not_gaps(x=x.scale_inv, weight=weight.scale_inv):
+    if why_not := why_not_gaps(x=a.x.scale_inv, weight=a.weight.scale_inv):
         return why_not
-    return why_not_csrc_linear(x, weight, bias, up, out_dtype, False, residual)
+    return why_not_csrc_linear(as_linear(a))
 
 
-def by_csrc(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_csrc(a: BlockLinear) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
-    y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
-    launch_csrc(y, x, weight, bias, up, False, residual, side)
+    y = fake(a)
+    launch_csrc(y, as_linear(a))
     return y
 
 
-def why_not_csrc_base(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> str | None:
+def why_not_csrc_base(a: BlockLinear) -> str | None:
     """None if csrc's kernel takes all but the adapters; otherwise the reason why not."""
-    return why_not_csrc_kernel(x, weight, bias, None, out_dtype, residual)
+    return why_not_csrc_kernel(a._replace(up=None, side=None))
 
 
-def by_csrc_and_torch(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_csrc_and_torch(a: BlockLinear) -> Tensor:
     """One kernel of csrc, then PyTorch's for the adapters' term, which it adds in fp32."""
-    y = by_csrc(x, weight, bias, None, out_dtype, residual)
-    return with_terms(y, None, up, out_dtype, None)
+    y = by_csrc(a._replace(up=None, side=None))
+    return with_terms(y, as_linear(a)._replace(bias=None, residual=None))
 
 
 def why_not_gaps(**scales: Tensor | None) -> str | None:
@@ -149,55 +127,32 @@ def why_not_gaps(**scales: Tensor | None) -> str | None:
     return None
 
 
-def by_torch(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_torch(a: BlockLinear) -> Tensor:
     """A product of dequantized operands in `out_dtype`, then one PyTorch kernel for each other term."""
-    wide = dequantize_weight_blocks(weight, out_dtype)
-    y = dequantize_rows(x, dtype=out_dtype) @ wide.t()
-    return with_terms(y, bias, up, out_dtype, residual)
+    wide = dequantize_weight_blocks(a.weight, a.out_dtype)
+    y = dequantize_rows(a.x, dtype=a.out_dtype) @ wide.t()
+    return with_terms(y, as_linear(a))
 
 
-def why_not_cublaslt(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> str | None:
+def why_not_cublaslt(a: BlockLinear) -> str | None:
     """None if cuBLASLt takes these operands; otherwise the reason why not."""
-    (rows, depth), cols = x.data.shape, weight.data.shape[0]
-    capability = capability_of(x.data.device)
-    return why_not_cublaslt_blocks(capability, (rows, cols, depth), out_dtype)
+    (rows, depth), cols = a.x.data.shape, a.weight.data.shape[0]
+    capability = capability_of(a.x.data.device)
+    return why_not_cublaslt_blocks(capability, (rows, cols, depth), a.out_dtype)
 
 
-def by_cublaslt(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_cublaslt(a: BlockLinear) -> Tensor:
     """`torch._scaled_mm` of the blocks, then one PyTorch kernel for each other term."""
+    x, weight = a.x, a.weight
     assert x.scale_inv is not None and weight.scale_inv is not None
     y = torch._scaled_mm(
         x.data.view(E4M3),
         weight.data.view(E4M3).t(),
         scale_a=x.scale_inv.t(),
         scale_b=weight.scale_inv.t(),
-        out_dtype=out_dtype,
+        out_dtype=a.out_dtype,
     )
-    return with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(y, as_linear(a))
 
 
 def chosen_blocks(place: Place) -> tuple[str, str]:
@@ -218,6 +173,7 @@ def chosen_blocks(place: Place) -> tuple[str, str]:
 fp8_block_linear = define(
     Op(
         "fp8_block_linear",
+        BlockLinear,
         reference,
         fake,
         check,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W + mask ⊙ (ds A) / (1 − p): the gradient of a linear layer's input, through the base and the adapter.
 
-dy [M, N] is e5m2 or e4m3 and W [N, K] e4m3, or both are plain; ds [M, R], A [R, K], dx [M, K]. One kernel
-(csrc/ops/fp8_gemm) draws the mask again while the FP8 product runs and rounds dx once. The adapter's branch
+One kernel (csrc/ops/fp8_gemm) draws the mask again while the FP8 product runs and rounds dx once. The adapter's branch
 in kernels of its own writes and reads [M, K] once, and reads and writes dx: 8MK bytes in bf16, besides the mask. Sums
 are split by default, as in Transformer Engine's dgrad.
 
@@ -13,10 +12,12 @@ What the kernel does not take is multiplied by cuBLASLt, which needs a copy of W
 tensor cores it is dequantized to dx's dtype. Sizes that cuBLASLt does not take are multiplied in fp32. A plain base is
 one product in dy's dtype. The branch comes after these products.
 
-A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
+Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,84 +58,59 @@ from lorakernels.values import Dropout, ProductSizes, Scaled, Tiles, Weight
 MULTIPLE = 8  # of col0, for csrc
 
 
-def reference(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
-    """dx [M, K] in `out_dtype`, the mask drawn again.
+class GradInput(NamedTuple):
+    """dy [M, N] is of `fp8_dtype`, e5m2 or e4m3, and the weight [N, K] e4m3, or both are plain. `out_dtype` is dx's.
 
-    `fp8_dtype` is the type of dy's bytes. The weight's scale_inv is [1]. Where `dropout.dropped` holds the mask, a
-    kernel may read that instead of drawing. Sums are fp32's here, whatever `split` asks of the FP8 tensor cores: to
+    The weight's scale_inv is [1], ds [M, R], lora_A [R, K], or [J, R, K] of J adapters in one batch. Where
+    `dropout.dropped` holds the mask, a kernel may read that instead of drawing. `split` asks the FP8 tensor cores to
     add partial sums in fp32.
+    """
+
+    dy: Scaled
+    fp8_dtype: torch.dtype
+    weight: Weight
+    ds: Tensor | None
+    lora_A: Tensor | None
+    dropout: Dropout | None
+    out_dtype: torch.dtype
+    split: bool = True
+
+
+def reference(a: GradInput) -> Tensor:
+    """dx [M, K] in `out_dtype`, the mask drawn again. Sums are fp32's here, whatever `split` asks for.
 
     Raises:
         ValueError: the slot, or a mask that has been drawn already, does not fit.
     """
-    check(dy, fp8_dtype, weight, ds, lora_A, dropout)
-    acc = dequantize(dy, fp8_dtype) @ dequantize(Scaled(weight.data, weight.scale_inv))
-    return rounded_with_branch(acc, ds, lora_A, dropout, out_dtype)
+    check(a)
+    acc = dequantize(a.dy, a.fp8_dtype) @ dequantize(Scaled(a.weight.data, a.weight.scale_inv))
+    return rounded_with_branch(acc, a)
 
 
-def rounded_with_branch(
-    acc: Tensor,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def rounded_with_branch(acc: Tensor, a: GradInput) -> Tensor:
     """dx from dy W in fp32, to which the adapter's branch is added in place: rounded once."""
-    if ds is not None and lora_A is not None:
-        branch, factor = masked(rows_times(ds.float(), lora_A.to(ds.dtype).float()), dropout)
+    if a.ds is not None and a.lora_A is not None:
+        lora_A = a.lora_A.to(a.ds.dtype).float()
+        branch, factor = masked(rows_times(a.ds.float(), lora_A), a.dropout)
         acc += branch * factor
-    return acc.to(out_dtype)
+    return acc.to(a.out_dtype)
 
 
-def fake(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> Tensor:
-    return empty(dy.data, dy.data.shape[0], weight.data.shape[1], dtype=out_dtype)
+def fake(a: GradInput) -> Tensor:
+    return empty(a.dy.data, a.dy.data.shape[0], a.weight.data.shape[1], dtype=a.out_dtype)
 
 
-def check(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    *others: object,
-) -> None:
+def check(a: GradInput) -> None:
     """ValueError if the slot or a mask that is handed over does not fit."""
-    device = dy.data.device
-    checks.mask(dropout, dy.data.shape[0], device)
-    checks.dropped(dropout, dy.data.shape[0], weight.data.shape[1], device)
-    check_segments("lora_A", lora_A, dy.data.shape[0])
+    rows, device = a.dy.data.shape[0], a.dy.data.device
+    checks.mask(a.dropout, rows, device)
+    checks.dropped(a.dropout, rows, a.weight.data.shape[1], device)
+    check_segments("lora_A", a.lora_A, rows)
 
 
-def why_not_csrc_kernel(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> str | None:
+def why_not_csrc_kernel(a: GradInput) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    dy, weight, dropout, out_dtype = a.dy, a.weight, a.dropout, a.out_dtype
     if dy.scale_inv is None or weight.scale_inv is None:
         return PLAIN
     if why_not := why_not_wgmma_gemm(capability_of(dy.data.device), *weight.data.shape):
@@ -147,12 +123,12 @@ def why_not_csrc_kernel(
         return f"col0 = {dropout.col0} must be a multiple of {MULTIPLE}"
     if why_not := why_not_aligned(dy=dy.data, weight=weight.data):
         return why_not
-    if ds is not None and (adapters := adapters_of(lora_A)):
+    if a.ds is not None and (adapters := adapters_of(a.lora_A)):
         if why_not := why_not_batched_gemm(dy.data.shape[0], adapters, out_dtype):
             return why_not
         if dy.data.shape[1] % GROUP_ROWS:
             return f"N = {dy.data.shape[1]} must be a multiple of {GROUP_ROWS} for several adapters"
-    return _why_not_branch(ds, lora_A, out_dtype)
+    return _why_not_branch(a.ds, a.lora_A, out_dtype)
 
 
 def _why_not_branch(ds: Tensor | None, lora_A: Tensor | None, out_dtype: torch.dtype) -> str | None:
@@ -168,61 +144,34 @@ def _why_not_branch(ds: Tensor | None, lora_A: Tensor | None, out_dtype: torch.d
     return None
 
 
-def why_not_cublaslt_gemm(
-    dy: Scaled, fp8_dtype: torch.dtype, weight: Weight, *others: object
-) -> str | None:
+def why_not_cublaslt_gemm(a: GradInput) -> str | None:
     """None if `torch._scaled_mm` multiplies dy and W; otherwise the reason why not."""
-    if dy.scale_inv is None or weight.scale_inv is None:
+    dy = a.dy
+    if dy.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
-    return why_not_cublaslt(capability_of(dy.data.device), dy.data.shape[0], *weight.data.shape)
+    return why_not_cublaslt(capability_of(dy.data.device), dy.data.shape[0], *a.weight.data.shape)
 
 
-def why_not_dequantized_gemm(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> str | None:
+def why_not_dequantized_gemm(a: GradInput) -> str | None:
     """None if dy and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
-    if dy.scale_inv is None or weight.scale_inv is None:
+    if a.dy.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
-    return why_not_dequantized(capability_of(dy.data.device), out_dtype)
+    return why_not_dequantized(capability_of(a.dy.data.device), a.out_dtype)
 
 
-def by_csrc(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+def by_csrc(a: GradInput) -> Tensor:
     """One kernel of csrc, for any rank."""
-    dx = dy.data.new_empty((dy.data.shape[0], weight.data.shape[1]), dtype=out_dtype)
-    launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)
+    dx = fake(a)
+    launch_csrc(dx, a)
     return dx
 
 
-def launch_csrc(
-    dx: Tensor,
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    split: bool,
-) -> None:
+def launch_csrc(dx: Tensor, a: GradInput) -> None:
     """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands.
 
     With scales of blocks, which are 2-D, `weight.data` is Wᵀ [K, N].
     """
+    dy, fp8_dtype, weight, ds, lora_A, dropout, _, split = a
     assert weight.scale_inv is not None
     (rows, depth), cols, out_dtype = dy.data.shape, dx.shape[1], dx.dtype
     ds, lora_A = _factors(ds, lora_A, out_dtype)
@@ -264,76 +213,44 @@ def _factors(
     return ds, lora_A
 
 
-def by_cublaslt(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+def by_cublaslt(a: GradInput) -> Tensor:
     """`torch._scaled_mm` on a copy of Wᵀ, then one PyTorch kernel after the other for the branch."""
+    dy, weight = a.dy, a.weight
     assert dy.scale_inv is not None and weight.scale_inv is not None
     dx = torch._scaled_mm(
-        dy.data.contiguous().view(fp8_dtype),
+        dy.data.contiguous().view(a.fp8_dtype),
         transpose_fp8.run(weight.data).view(E4M3).t(),
         scale_a=dy.scale_inv,
         scale_b=weight.scale_inv,
-        out_dtype=out_dtype,
-        use_fast_accum=not split,
+        out_dtype=a.out_dtype,
+        use_fast_accum=not a.split,
     )
-    return add_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(dx, a)
 
 
-def by_dequantized(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+def by_dequantized(a: GradInput) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel after the other for the branch."""
-    dx = dequantized_grad_input(dy, fp8_dtype, weight, out_dtype)
-    return add_branch(dx, ds, lora_A, dropout, out_dtype)
+    return add_branch(dequantized_grad_input(a.dy, a.fp8_dtype, a.weight, a.out_dtype), a)
 
 
-def by_torch(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+def by_torch(a: GradInput) -> Tensor:
     """A product in fp32, or in dy's dtype for a plain base, then one PyTorch kernel after the other."""
+    dy, weight = a.dy, a.weight
     if dy.scale_inv is None or weight.scale_inv is None:
         dx = dy.data @ weight.data.to(dy.data.dtype)
     else:
-        dx = reference(dy, fp8_dtype, weight, None, None, None, out_dtype)
-    return add_branch(dx, ds, lora_A, dropout, out_dtype)
+        dx = reference(GradInput(dy, a.fp8_dtype, weight, None, None, None, a.out_dtype))
+    return add_branch(dx, a)
 
 
-def add_branch(
-    dx: Tensor,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def add_branch(dx: Tensor, a: GradInput) -> Tensor:
     """dx with the adapter's branch added in place."""
-    if ds is None or lora_A is None:
+    if a.ds is None or a.lora_A is None:
         return dx
-    a = lora_A.to(out_dtype)
+    ds, lora_A, dropout = a.ds.to(a.out_dtype), a.lora_A.to(a.out_dtype), a.dropout
     if dropout is None or not drops(dropout):
-        return add_rows_times(dx, ds.to(out_dtype), a)
-    branch = rows_times(ds.to(out_dtype), a, keep_scale(dropout.p))
+        return add_rows_times(dx, ds, lora_A)
+    branch = rows_times(ds, lora_A, keep_scale(dropout.p))
     return dx.add_(branch.where(drawn_mask(dropout, *dx.shape), 0.0))
 
 
@@ -349,6 +266,7 @@ def chosen(place: Place) -> tuple[str, str]:
 fp8_grad_input = define(
     Op(
         "fp8_grad_input",
+        GradInput,
         reference,
         fake,
         check,
@@ -366,20 +284,10 @@ fp8_grad_input = define(
 )
 
 
-def fp8_grad_input_into(
-    dx: Tensor,
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    dropout: Dropout | None,
-    split: bool = True,
-) -> None:
+def fp8_grad_input_into(dx: Tensor, a: GradInput) -> None:
     """`fp8_grad_input` into dx [M, K], which is contiguous. What csrc does not compute is copied there."""
-    arguments = (dy, fp8_dtype, weight, ds, lora_A, dropout, dx.dtype, split)
-    if not dx.is_cuda or why_not_csrc_kernel(*arguments) or why_not_aligned(dy=dx):
-        dx.copy_(fp8_grad_input(*arguments))
+    if not dx.is_cuda or why_not_csrc_kernel(a) or why_not_aligned(dy=dx):
+        dx.copy_(fp8_grad_input(*a))
         return
-    check(*arguments)
-    launch_csrc(dx, dy, fp8_dtype, weight, ds, lora_A, dropout, split)
+    check(a)
+    launch_csrc(dx, a)

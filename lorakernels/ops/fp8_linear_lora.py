@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x Wᵀ + bias + scaling · s Bᵀ + residual: a frozen linear layer with its adapter's second half.
 
-x [M, K] and W [N, K] are e4m3, or both plain. bias is [N], s [M, R], B [N, R], residual and y [M, N].
-
 On Hopper csrc/ops/fp8_gemm runs, and on other GPUs with TMA kernels/triton/fp8_linear_lora.py. Both add every term to
 the product's fp32 sums in registers and round y once. Terms that are added one after the other each read and write all
 of y: 4MN bytes in bf16, and a rounding.
@@ -12,7 +10,7 @@ Engine's forward. Without FP8 tensor cores both operands are dequantized to y's 
 are multiplied in fp32. A plain base is one product in x's dtype. The other terms come after these products, so that y
 is rounded up to four times.
 
-B may be of J adapters in one batch, [J, N, R] (numerics/segments.py); each has its own M / J rows.
+Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 
 B may hold the B_i of several projections on its diagonal, as ops/block_diagonal.py makes it. `side` then says where
 they are, and csrc's kernel leaves out most of what is multiplied by the zeros beside them. A non-finite s may leave no
@@ -20,6 +18,8 @@ trace in the columns of other projections.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,87 +59,70 @@ MAX_BLOCKS = 4  # on B's diagonal, for csrc
 TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 
 
-def reference(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
-    """y [M, N] in `out_dtype`.
+class Linear(NamedTuple):
+    """x [M, K] and the weight [N, K] are e4m3, or both plain. bias is [N], residual [M, N], `out_dtype` y's.
 
-    The weight's scale_inv is [1], or [N] for a scale of each row. Sums are fp32's here, whatever `split` asks of the
-    FP8 tensor cores: to add partial sums in fp32.
+    The weight's scale_inv is [1], or [N] for a scale of each row. `up` has s [M, R] and lora_B [N, R], or [J, N, R] of
+    J adapters in one batch. `split` asks the FP8 tensor cores to add partial sums in fp32. `side` says where lora_B has
+    the B_i of several projections on its diagonal.
+    """
+
+    x: Scaled
+    weight: Weight
+    bias: Tensor | None
+    up: Up | None
+    out_dtype: torch.dtype
+    split: bool = False
+    residual: Tensor | None = None
+    side: SideBySide | None = None
+
+
+def reference(a: Linear) -> Tensor:
+    """y [M, N] in `out_dtype`. Sums are fp32's here, whatever `split` asks for.
 
     Raises:
         ValueError: the weight's scale_inv, the residual, the bias, lora_B or `side` does not fit.
     """
-    check(x, weight, bias, up, out_dtype, split, residual, side)
+    check(a)
+    weight = a.weight
     by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
-    acc = dequantize(x) @ dequantize(Scaled(weight.data, by_row)).t()
-    return rounded_sum(acc, bias, up, out_dtype, residual)
+    acc = dequantize(a.x) @ dequantize(Scaled(weight.data, by_row)).t()
+    return rounded_sum(acc, a)
 
 
-def rounded_sum(
-    acc: Tensor, bias: Tensor | None, up: Up | None, out_dtype: torch.dtype, residual: Tensor | None
-) -> Tensor:
+def rounded_sum(acc: Tensor, a: Linear) -> Tensor:
     """y from x Wᵀ in fp32, to which the other terms are added in place: rounded once."""
+    up = a.up
     if up is not None and up.s is not None:
         acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
-    if bias is not None:
-        acc += bias.float()
-    if residual is not None:
-        acc += residual.float()
-    return acc.to(out_dtype)
+    if a.bias is not None:
+        acc += a.bias.float()
+    if a.residual is not None:
+        acc += a.residual.float()
+    return acc.to(a.out_dtype)
 
 
-def fake(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> Tensor:
-    return empty(x.data, x.data.shape[0], weight.data.shape[0], dtype=out_dtype)
+def fake(a: Linear) -> Tensor:
+    return empty(a.x.data, a.x.data.shape[0], a.weight.data.shape[0], dtype=a.out_dtype)
 
 
-def check(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> None:
+def check(a: Linear) -> None:
     """ValueError unless scale_inv is [1] or [N], residual [M, N], bias [N], and lora_B [N, R] for an s [M, R].
 
     `side`, if given, must have lora_B's N and R together.
     """
-    rows, cols = x.data.shape[0], weight.data.shape[0]
+    weight = a.weight
+    rows, cols = a.x.data.shape[0], weight.data.shape[0]
     if weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
         raise ValueError(
             f"weight_scale_inv must be [1] or [{cols}], found {list(weight.scale_inv.shape)}"
         )
-    checks.terms((rows, cols), bias, up, residual, side)
+    checks.terms((rows, cols), a.bias, a.up, a.residual, a.side)
 
 
-def why_not_csrc_kernel(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> str | None:
+def why_not_csrc_kernel(a: Linear) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
+    x, weight, up, out_dtype, residual = a.x, a.weight, a.up, a.out_dtype, a.residual
     if x.scale_inv is None or weight.scale_inv is None:
         return PLAIN
     if why_not := why_not_wgmma_gemm(capability_of(x.data.device), *weight.data.shape):
@@ -155,24 +138,16 @@ def why_not_csrc_kernel(
     if up is not None and up.s is not None and up.s.dtype != out_dtype:
         return f"s is {up.s.dtype}, out_dtype {out_dtype}"
     if up is not None and (adapters := adapters_of(up.lora_B)):
-        if split:
+        if a.split:
             return "several adapters in one batch are computed without split accumulation"
         if why_not := why_not_batched_gemm(x.data.shape[0], adapters, out_dtype):
             return why_not
-    return _why_not_floats(bias=bias, **_factors(up))
+    return _why_not_floats(bias=a.bias, **_factors(up))
 
 
-def why_not_triton_kernel(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> str | None:
+def why_not_triton_kernel(a: Linear) -> str | None:
     """None if Triton's kernel takes these operands; otherwise the reason why not."""
+    x, weight, out_dtype, residual = a.x, a.weight, a.out_dtype, a.residual
     if x.scale_inv is None or weight.scale_inv is None:
         return PLAIN
     capability, rows = capability_of(x.data.device), x.data.shape[0]
@@ -180,15 +155,15 @@ def why_not_triton_kernel(
         return why_not
     if why_not := why_not_aligned(x=x.data, weight=weight.data):
         return why_not
-    if split:
+    if a.split:
         return TRITON_SPLIT
     if out_dtype not in (torch.bfloat16, torch.float16):
         return f"out_dtype is {out_dtype}, not bfloat16 or float16"
-    if why_not := _why_not_triton_factors(up):
+    if why_not := _why_not_triton_factors(a.up):
         return why_not
     if residual is not None and (residual.dtype != out_dtype or residual.data_ptr() % 16):
         return f"residual must be {out_dtype} and 16-byte aligned, found {residual.dtype}"
-    return _why_not_floats(bias=bias, **_factors(up), residual=residual)
+    return _why_not_floats(bias=a.bias, **_factors(a.up), residual=residual)
 
 
 def _why_not_triton_sizes(capability: tuple[int, int], rows: int, n: int, k: int) -> str | None:
@@ -224,54 +199,31 @@ def _factors(up: Up | None) -> dict[str, Tensor | None]:
     return {} if up is None else {"s": up.s, "lora_B": up.lora_B}
 
 
-def why_not_cublaslt_gemm(x: Scaled, weight: Weight, *others: object) -> str | None:
+def why_not_cublaslt_gemm(a: Linear) -> str | None:
     """None if `torch._scaled_mm` multiplies x and W; otherwise the reason why not."""
-    if x.scale_inv is None or weight.scale_inv is None:
+    x = a.x
+    if x.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
-    return why_not_cublaslt(capability_of(x.data.device), x.data.shape[0], *weight.data.shape)
+    return why_not_cublaslt(capability_of(x.data.device), x.data.shape[0], *a.weight.data.shape)
 
 
-def why_not_dequantized_gemm(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    *others: object,
-) -> str | None:
+def why_not_dequantized_gemm(a: Linear) -> str | None:
     """None if x and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
-    if x.scale_inv is None or weight.scale_inv is None:
+    if a.x.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
-    return why_not_dequantized(capability_of(x.data.device), out_dtype)
+    return why_not_dequantized(capability_of(a.x.data.device), a.out_dtype)
 
 
-def by_csrc(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_csrc(a: Linear) -> Tensor:
     """One kernel of csrc, for any rank: wgmma and TMA, one rounding."""
-    y = x.data.new_empty((x.data.shape[0], weight.data.shape[0]), dtype=out_dtype)
-    launch_csrc(y, x, weight, bias, up, split, residual, side)
+    y = fake(a)
+    launch_csrc(y, a)
     return y
 
 
-def launch_csrc(
-    y: Tensor,
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    split: bool,
-    residual: Tensor | None,
-    side: SideBySide | None = None,
-) -> None:
+def launch_csrc(y: Tensor, a: Linear) -> None:
     """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands. A weight_scale_inv of blocks is 2-D."""
+    x, weight, bias, up, _, split, residual, side = a
     assert weight.scale_inv is not None
     (rows, cols), depth = y.shape, x.data.shape[1]
     factors = padded_factors(up, y.dtype)
@@ -323,42 +275,26 @@ def _padded(factor: Tensor) -> Tensor:
     return factor.clone() if factor.data_ptr() % 16 else factor
 
 
-def by_triton(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_triton(a: Linear) -> Tensor:
     """One kernel of Triton, for ranks up to `tune.MAX_RANK`, with fast accumulation."""
     from lorakernels.kernels.triton.fp8_linear_lora import launch
 
-    (m, k), n, device = x.data.shape, weight.data.shape[0], x.data.device
-    y = x.data.new_empty((m, n), dtype=out_dtype)
+    x, up = a.x, a.up
+    (m, k), n, device = x.data.shape, a.weight.data.shape[0], x.data.device
+    y = x.data.new_empty((m, n), dtype=a.out_dtype)
     rank = 0 if up is None or up.s is None else up.s.shape[1]
     problem = tune.Problem(m, n, k, rank)
     multiprocessors = multiprocessors_of(x.data.get_device())
     config = tune.choose(problem, capability_of(device), multiprocessors)
     programs = tune.programs(config, problem, multiprocessors)
     with torch.cuda.device(device):
-        launch(y, x, weight, bias, up, config, programs, residual)
+        launch(y, x, a.weight, a.bias, up, config, programs, a.residual)
     return y
 
 
-def by_cublaslt(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_cublaslt(a: Linear) -> Tensor:
     """`torch._scaled_mm`, then one PyTorch kernel for each other term."""
+    x, weight, out_dtype = a.x, a.weight, a.out_dtype
     assert x.scale_inv is not None and weight.scale_inv is not None
     by_column = weight.scale_inv.numel() > 1
     y = torch._scaled_mm(
@@ -367,60 +303,37 @@ def by_cublaslt(
         scale_a=x.scale_inv,
         scale_b=torch.ones_like(x.scale_inv) if by_column else weight.scale_inv,
         out_dtype=torch.float32 if by_column else out_dtype,
-        use_fast_accum=not split,
+        use_fast_accum=not a.split,
     )
     if by_column:
         y = (y * weight.scale_inv).to(out_dtype)
-    return with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(y, a)
 
 
-def by_dequantized(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_dequantized(a: Linear) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel for each other term."""
-    y = dequantized_linear(x, weight, out_dtype)
-    return with_terms(y, bias, up, out_dtype, residual)
+    return with_terms(dequantized_linear(a.x, a.weight, a.out_dtype), a)
 
 
-def by_torch(
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> Tensor:
+def by_torch(a: Linear) -> Tensor:
     """A product in fp32, or in x's dtype for a plain base, then one PyTorch kernel for each other term."""
+    x, weight = a.x, a.weight
     if x.scale_inv is None or weight.scale_inv is None:
         y = x.data @ weight.data.to(x.data.dtype).t()
     else:
-        y = reference(x, weight, None, None, out_dtype)
-    return with_terms(y, bias, up, out_dtype, residual)
+        y = reference(Linear(x, weight, None, None, a.out_dtype))
+    return with_terms(y, a)
 
 
-def with_terms(
-    y: Tensor,
-    bias: Tensor | None,
-    up: Up | None,
-    out_dtype: torch.dtype,
-    residual: Tensor | None,
-) -> Tensor:
+def with_terms(y: Tensor, a: Linear) -> Tensor:
     """y with the other terms added in place, the adapter's in fp32 inside `addmm`."""
-    if bias is not None:
-        y += bias
+    up, dtype = a.up, a.out_dtype
+    if a.bias is not None:
+        y += a.bias
     if up is not None and up.s is not None:
-        add_rows_times(y, up.s.to(out_dtype), up.lora_B.to(out_dtype).mT, up.scaling)
-    if residual is not None:
-        y += residual
+        add_rows_times(y, up.s.to(dtype), up.lora_B.to(dtype).mT, up.scaling)
+    if a.residual is not None:
+        y += a.residual
     return y
 
 
@@ -439,6 +352,7 @@ def chosen(place: Place) -> tuple[str, str]:
 fp8_linear_lora = define(
     Op(
         "fp8_linear_lora",
+        Linear,
         reference,
         fake,
         check,
@@ -457,20 +371,10 @@ fp8_linear_lora = define(
 )
 
 
-def fp8_linear_lora_into(
-    y: Tensor,
-    x: Scaled,
-    weight: Weight,
-    bias: Tensor | None,
-    up: Up | None,
-    split: bool = False,
-    residual: Tensor | None = None,
-    side: SideBySide | None = None,
-) -> None:
+def fp8_linear_lora_into(y: Tensor, a: Linear) -> None:
     """`fp8_linear_lora` into y [M, N], which is contiguous. What csrc does not compute is copied there."""
-    arguments = (x, weight, bias, up, y.dtype, split, residual, side)
-    if not y.is_cuda or why_not_csrc_kernel(*arguments) or why_not_aligned(x=y):
-        y.copy_(fp8_linear_lora(*arguments))
+    if not y.is_cuda or why_not_csrc_kernel(a) or why_not_aligned(x=y):
+        y.copy_(fp8_linear_lora(*a))
         return
-    check(*arguments)
-    launch_csrc(y, x, weight, bias, up, split, residual, side)
+    check(a)
+    launch_csrc(y, a)

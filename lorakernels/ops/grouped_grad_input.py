@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """dx = dy W_g + ds A_g of rows in groups: the gradient of what experts multiply.
 
-dy [M, N] is bytes of e4m3 or e5m2 with a scale_inv fp32 [G], one for each group. W [G, N, K] is e4m3 bytes with a
-scale_inv [G]. ds is [M, R], A [G, R, K], dx [M, K]. Rows that are nobody's (`Groups.group_of`) are not written. Rows
-behind the end of a group are multiplied as they are.
+dx is [M, K]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a group are multiplied
+as they are.
 
 csrc's kernel is the one of fp8_grad_input with W as it lies, whose row tiles take the matrices of their own group.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,95 +25,70 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Weight
 
 
-def reference(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    groups: Groups,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+class GroupedGradInput(NamedTuple):
+    """dy [M, N] is bytes of `fp8_dtype` with scale_inv fp32 [G], one for each group; `out_dtype` is dx's.
+
+    The weight [G, N, K] is e4m3 bytes with scale_inv [G]. ds is [M, R], lora_A [G, R, K]. `split` asks the FP8 tensor
+    cores to add partial sums in fp32.
+    """
+
+    dy: Scaled
+    fp8_dtype: torch.dtype
+    weight: Weight
+    groups: Groups
+    ds: Tensor | None
+    lora_A: Tensor | None
+    out_dtype: torch.dtype
+    split: bool = True
+
+
+def reference(a: GroupedGradInput) -> Tensor:
     """dx [M, K] in `out_dtype`, rounded once. The host reads whose rows are whose.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(dy, fp8_dtype, weight, groups, ds, lora_A, out_dtype, split)
-    dx = fake(dy, fp8_dtype, weight, groups, ds, lora_A, out_dtype).zero_()
-    for g, own in blocks(groups):
-        total = values(dy, g, own, fp8_dtype) @ values(weight, g, g)
-        if ds is not None and lora_A is not None:
-            total += ds[own].float() @ lora_A[g].to(ds.dtype).float()
-        dx[own] = total.to(out_dtype)
+    check(a)
+    ds = a.ds
+    dx = fake(a).zero_()
+    for g, own in blocks(a.groups):
+        total = values(a.dy, g, own, a.fp8_dtype) @ values(a.weight, g, g)
+        if ds is not None and a.lora_A is not None:
+            total += ds[own].float() @ a.lora_A[g].to(ds.dtype).float()
+        dx[own] = total.to(a.out_dtype)
     return dx
 
 
-def fake(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    groups: Groups,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
-    return empty(dy.data, dy.data.shape[0], weight.data.shape[2], dtype=out_dtype)
+def fake(a: GroupedGradInput) -> Tensor:
+    return empty(a.dy.data, a.dy.data.shape[0], a.weight.data.shape[2], dtype=a.out_dtype)
 
 
-def check(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    groups: Groups,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> None:
+def check(a: GroupedGradInput) -> None:
     """TypeError or ValueError unless the operands are bytes with a scale for each group, and the factors fit them."""
+    dy, weight, groups = a.dy, a.weight, a.groups
     rows, cols = dy.data.shape
     checks.groups(groups, rows, dy.data.device)
     checks.of_groups("weight", weight.data, groups, (cols, None), torch.uint8)
     checks.scales_of_groups("dy_scale_inv", dy.scale_inv, groups)
     checks.scales_of_groups("weight_scale_inv", weight.scale_inv, groups)
-    if ds is not None and lora_A is not None:
-        checks.of_groups("lora_A", lora_A, groups, (ds.shape[1], weight.data.shape[2]))
+    if a.ds is not None and a.lora_A is not None:
+        checks.of_groups("lora_A", a.lora_A, groups, (a.ds.shape[1], weight.data.shape[2]))
 
 
-def why_not_csrc_kernel(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    groups: Groups,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> str | None:
+def why_not_csrc_kernel(a: GroupedGradInput) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
-    _, n, k = weight.data.shape
-    if why_not := why_not_sizes(capability_of(dy.data.device), n, k):
+    _, n, k = a.weight.data.shape
+    if why_not := why_not_sizes(capability_of(a.dy.data.device), n, k):
         return why_not
-    if out_dtype != torch.bfloat16:
-        return f"out_dtype is {out_dtype}, not bfloat16"
-    return why_not_aligned(dy=dy.data, weight=weight.data, lora_A=lora_A)
+    if a.out_dtype != torch.bfloat16:
+        return f"out_dtype is {a.out_dtype}, not bfloat16"
+    return why_not_aligned(dy=a.dy.data, weight=a.weight.data, lora_A=a.lora_A)
 
 
-def by_csrc(
-    dy: Scaled,
-    fp8_dtype: torch.dtype,
-    weight: Weight,
-    groups: Groups,
-    ds: Tensor | None,
-    lora_A: Tensor | None,
-    out_dtype: torch.dtype,
-    split: bool = True,
-) -> Tensor:
+def by_csrc(a: GroupedGradInput) -> Tensor:
     """One kernel of csrc, for any rank."""
-    dx = fake(dy, fp8_dtype, weight, groups, ds, lora_A, out_dtype)
+    dy, fp8_dtype, weight, groups, ds, lora_A, out_dtype, split = a
+    dx = fake(a)
     (rows, depth), (g, _, cols) = dy.data.shape, weight.data.shape
     assert weight.scale_inv is not None
     rank = 0 if ds is None or lora_A is None else ds.shape[1]
@@ -140,6 +116,7 @@ def by_csrc(
 grouped_grad_input = define(
     Op(
         "grouped_grad_input",
+        GroupedGradInput,
         reference,
         fake,
         check,

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x W_gᵀ + scaling · s B_gᵀ of rows in groups: the frozen matrices of experts with their adapters' second half.
 
-x [M, K] is e4m3 bytes with a scale_inv fp32 [G], one for each group. W [G, N, K] is e4m3 bytes with a scale_inv [G].
-s is [M, R], B [G, N, R], y [M, N]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of
-a group are multiplied as they are.
+y is [M, N]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a group are multiplied
+as they are.
 
 csrc's kernel is the one of fp8_linear_lora, whose row tiles take the matrices of their own group: one launch for all.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +27,30 @@ from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tile
 DEPTH = 128  # of a step of csrc's kernels
 
 
-def reference(
-    x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: torch.dtype
-) -> Tensor:
+class GroupedLinear(NamedTuple):
+    """x [M, K] and the weight [G, N, K] are e4m3 bytes, each with scale_inv fp32 [G], one for each group.
+
+    `up` has s [M, R] and lora_B [G, N, R]. `out_dtype` is y's.
+    """
+
+    x: Scaled
+    weight: Weight
+    groups: Groups
+    up: Up | None
+    out_dtype: torch.dtype
+
+
+def reference(a: GroupedLinear) -> Tensor:
     """y [M, N] in `out_dtype`, rounded once. The host reads whose rows are whose.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(x, weight, groups, up, out_dtype)
-    y = fake(x, weight, groups, up, out_dtype).zero_()
+    check(a)
+    x, weight, groups, up, out_dtype = a
+    y = fake(a).zero_()
     for g, own in blocks(groups):
-        a, w = (values(t, g, part) for t, part in ((x, own), (weight, g)))
-        total = a @ w.t()
+        total = values(x, g, own) @ values(weight, g, g).t()
         if up is not None and up.s is not None:
             lora_B = up.lora_B[g].to(up.s.dtype).float()
             total += up.scaling * (up.s[own].float() @ lora_B.t())
@@ -58,14 +70,13 @@ def values(of: Scaled | Weight, group: int, part: slice | int, fp8: torch.dtype 
     return of.data[part].view(fp8).float() * of.scale_inv[group]
 
 
-def fake(
-    x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: torch.dtype
-) -> Tensor:
-    return empty(x.data, x.data.shape[0], weight.data.shape[1], dtype=out_dtype)
+def fake(a: GroupedLinear) -> Tensor:
+    return empty(a.x.data, a.x.data.shape[0], a.weight.data.shape[1], dtype=a.out_dtype)
 
 
-def check(x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: torch.dtype) -> None:
+def check(a: GroupedLinear) -> None:
     """TypeError or ValueError unless the operands are bytes with a scale for each group, and the factors fit them."""
+    x, weight, groups, up = a.x, a.weight, a.groups, a.up
     rows, depth = x.data.shape
     checks.groups(groups, rows, x.data.device)
     checks.of_groups("weight", weight.data, groups, (None, depth), torch.uint8)
@@ -75,17 +86,15 @@ def check(x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: t
         checks.of_groups("lora_B", up.lora_B, groups, (weight.data.shape[1], up.s.shape[1]))
 
 
-def why_not_csrc_kernel(
-    x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: torch.dtype
-) -> str | None:
+def why_not_csrc_kernel(a: GroupedLinear) -> str | None:
     """None if csrc's kernel takes these operands; otherwise the reason why not."""
-    _, n, k = weight.data.shape
-    if why_not := why_not_sizes(capability_of(x.data.device), n, k):
+    _, n, k = a.weight.data.shape
+    if why_not := why_not_sizes(capability_of(a.x.data.device), n, k):
         return why_not
-    if out_dtype != torch.bfloat16:
-        return f"out_dtype is {out_dtype}, not bfloat16"
-    s = None if up is None else up.s
-    return why_not_aligned(x=x.data, weight=weight.data, s=s)
+    if a.out_dtype != torch.bfloat16:
+        return f"out_dtype is {a.out_dtype}, not bfloat16"
+    s = None if a.up is None else a.up.s
+    return why_not_aligned(x=a.x.data, weight=a.weight.data, s=s)
 
 
 def why_not_sizes(capability: tuple[int, int], n: int, k: int) -> str | None:
@@ -98,12 +107,10 @@ def why_not_sizes(capability: tuple[int, int], n: int, k: int) -> str | None:
     return why_not_wgmma_gemm(capability, n, k)
 
 
-def by_csrc(
-    x: Scaled, weight: Weight, groups: Groups, up: Up | None, out_dtype: torch.dtype
-) -> Tensor:
+def by_csrc(a: GroupedLinear) -> Tensor:
     """One kernel of csrc, for any rank."""
-    y = fake(x, weight, groups, up, out_dtype)
-    (rows, depth), (g, cols, _) = x.data.shape, weight.data.shape
+    y, weight, up = fake(a), a.weight, a.up
+    (rows, depth), (g, cols, _) = a.x.data.shape, weight.data.shape
     assert weight.scale_inv is not None
     factors = padded_factors(up, y.dtype)
     rank = 0 if up is None or factors is None else up.lora_B.shape[2]
@@ -111,8 +118,8 @@ def by_csrc(
     wide = -(-rows // GROUP_ROWS) * -(-cols // 256) >= multiprocessors
     extension().grouped_linear_lora(
         y,
-        x,
-        GroupedWeight(weight.data, weight.scale_inv, groups.group_of, g),
+        a.x,
+        GroupedWeight(weight.data, weight.scale_inv, a.groups.group_of, g),
         factors,
         ProductSizes(rows, cols, depth, rank),
         (name(y.dtype), name(y.dtype if factors is None else factors.lora_B.dtype)),
@@ -131,6 +138,7 @@ def chosen_grouped_gemm(place: Place) -> tuple[str, str]:
 grouped_linear_lora = define(
     Op(
         "grouped_linear_lora",
+        GroupedLinear,
         reference,
         fake,
         check,

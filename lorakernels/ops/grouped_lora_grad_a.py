@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """dA_g = dsᵀ x of rows in groups: the gradient of the first halves of experts' adapters.
 
-ds [M, R], x [M, K] e4m3 bytes with a scale_inv fp32 [G] of each group, dA [G, R, K]. Rows behind the end of a group do
-not count. A program of the Triton kernel sums some columns of a group's rows in their order, in fp32.
+dA is [G, R, K]. Rows behind the end of a group do not count. A program of the Triton kernel sums some columns of a
+group's rows in their order, in fp32.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,49 +21,60 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Groups, Scaled
 
 
-def reference(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+class GroupedGradA(NamedTuple):
+    """ds is [M, R], x [M, K] e4m3 bytes with scale_inv fp32 [G], one for each group. `out_dtype` is dA's."""
+
+    ds: Tensor
+    x: Scaled
+    groups: Groups
+    out_dtype: torch.dtype
+
+
+def reference(a: GroupedGradA) -> Tensor:
     """dA [G, R, K] in `out_dtype`, rounded once. The host reads where each group begins.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(ds, x, groups, out_dtype)
-    dA = fake(ds, x, groups, out_dtype).zero_()
-    for g, own in spans(groups):
-        dA[g] = (ds[own].float().t() @ values(x, g, own)).to(out_dtype)
+    check(a)
+    dA = fake(a).zero_()
+    for g, own in spans(a.groups):
+        dA[g] = (a.ds[own].float().t() @ values(a.x, g, own)).to(a.out_dtype)
     return dA
 
 
-def fake(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    return empty(ds, groups.ends.shape[0], ds.shape[1], x.data.shape[1], dtype=out_dtype)
+def fake(a: GroupedGradA) -> Tensor:
+    return empty(a.ds, a.groups.ends.shape[0], a.ds.shape[1], a.x.data.shape[1], dtype=a.out_dtype)
 
 
-def check(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> None:
+def check(a: GroupedGradA) -> None:
     """TypeError or ValueError unless ds and x are matrices of as many rows, and x has a scale for each group."""
+    ds, x = a.ds, a.x
     checks.matrix("ds", ds)
     checks.floats("ds", ds)
-    checks.groups(groups, ds.shape[0], ds.device)
-    checks.scales_of_groups("x_scale_inv", x.scale_inv, groups)
+    checks.groups(a.groups, ds.shape[0], ds.device)
+    checks.scales_of_groups("x_scale_inv", x.scale_inv, a.groups)
     if x.data.dim() != 2 or len(x.data) != len(ds):
         raise ValueError(f"x must be [{len(ds)}, K], found {list(x.data.shape)}")
 
 
-def why_not_triton(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> str | None:
+def why_not_triton(a: GroupedGradA) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_grouped_triton(ds.shape[1], ds=ds, x8=x.data)
+    return why_not_grouped_triton(a.ds.shape[1], ds=a.ds, x8=a.x.data)
 
 
-def by_triton(ds: Tensor, x: Scaled, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+def by_triton(a: GroupedGradA) -> Tensor:
     """One read of x."""
-    dA = fake(ds, x, groups, out_dtype)
-    assert x.scale_inv is not None
-    grouped.grad_a(dA, ds, x.data, x.scale_inv, groups)
+    dA = fake(a)
+    assert a.x.scale_inv is not None
+    grouped.grad_a(dA, a.ds, a.x.data, a.x.scale_inv, a.groups)
     return dA
 
 
 grouped_lora_grad_a = define(
     Op(
         "grouped_lora_grad_a",
+        GroupedGradA,
         reference,
         fake,
         check,

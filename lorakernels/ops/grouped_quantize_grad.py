@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """dy8 = sat(dy · scale_g), ds = scaling · dy B_g, dB_g = scaling · dyᵀ s, of rows in groups: experts' output gradient.
 
-dy [M, N], B [G, N, R], s [M, R]; dy8 [M, N] FP8 bytes, scale_inv fp32 [G], ds [M, R], dB [G, N, R]. A group's scale and
-amax are columns c + g of the FP8 state. Rows behind the end of a group count as zeros. Rows that are nobody's
-(`Groups.group_of`) are not written.
+dy8 [M, N] is FP8 bytes, scale_inv fp32 [G], ds [M, R], dB [G, N, R]. A group's scale and amax are columns c + g of the
+FP8 state. Rows behind the end of a group count as zeros. Rows that are nobody's (`Groups.group_of`) are not written.
 
 A program of the Triton kernel takes some columns of a group's rows and keeps their dB. It writes dy B_g of its columns
 in fp32, and PyTorch adds these over the programs. Every order of summation therefore depends on the shapes
@@ -11,6 +10,8 @@ alone.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +27,17 @@ from lorakernels.values import Groups, Scaling, Up
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(
-    dy: Tensor, groups: Groups, up: Up | None, scaling: Scaling, fp8_dtype: torch.dtype
-) -> Results:
+class GroupedGrad(NamedTuple):
+    """dy is [M, N]; `up` has lora_B [G, N, R] and s [M, R]. The scaling's column is the first group's, c."""
+
+    dy: Tensor
+    groups: Groups
+    up: Up | None
+    scaling: Scaling
+    fp8_dtype: torch.dtype
+
+
+def reference(a: GroupedGrad) -> Results:
     """(dy8, scale_inv, ds, dB), a group after the other. ds and dB are empty without `up`, dB without its s.
 
     The scale_inv of a group whose fp16 dy holds inf or NaN is NaN (`scale_that_tells`).
@@ -36,9 +45,10 @@ def reference(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(dy, groups, up, scaling, fp8_dtype)
+    check(a)
+    dy, groups, up, scaling, fp8_dtype = a
     state, column, delayed = scaling
-    dy8, scale_inv, ds, dB = (t.zero_() for t in fake(dy, groups, up, scaling, fp8_dtype))
+    dy8, scale_inv, ds, dB = (t.zero_() for t in fake(a))
     for g, own in spans(groups):
         part = dy[own]
         own_state = Scaling(state, column + g, delayed)
@@ -52,10 +62,9 @@ def reference(
     return dy8, scale_inv, ds, dB
 
 
-def fake(
-    dy: Tensor, groups: Groups, up: Up | None, scaling: Scaling, fp8_dtype: torch.dtype
-) -> Results:
-    m, g = dy.shape[0], groups.ends.shape[0]
+def fake(a: GroupedGrad) -> Results:
+    dy, up = a.dy, a.up
+    m, g = dy.shape[0], a.groups.ends.shape[0]
     dy8 = torch.empty_like(dy, dtype=torch.uint8, memory_format=torch.contiguous_format)
     scale_inv = empty(dy, g, dtype=torch.float32)
     if up is None:
@@ -65,10 +74,9 @@ def fake(
     return dy8, scale_inv, ds, dB
 
 
-def check(
-    dy: Tensor, groups: Groups, up: Up | None, scaling: Scaling, fp8_dtype: torch.dtype
-) -> None:
+def check(a: GroupedGrad) -> None:
     """TypeError or ValueError unless dy is a matrix of a dtype that is computed in, and the other tensors fit it."""
+    dy, groups, up, scaling, fp8_dtype = a
     checks.matrix("dy", dy)
     checks.floats("dy", dy)
     checks.groups(groups, dy.shape[0], dy.device)
@@ -80,10 +88,9 @@ def check(
         checks.of_groups("lora_B", up.lora_B, groups, (dy.shape[1], rank))
 
 
-def why_not_triton(
-    dy: Tensor, groups: Groups, up: Up | None, scaling: Scaling, fp8_dtype: torch.dtype
-) -> str | None:
+def why_not_triton(a: GroupedGrad) -> str | None:
     """None if Triton's kernels take these tensors; otherwise the reason why not."""
+    dy, up = a.dy, a.up
     if dy.dtype == torch.float16:
         return "dy is torch.float16, whose inf and NaN a scale would have to tell"
     if up is None:
@@ -91,19 +98,18 @@ def why_not_triton(
     return why_not_grouped_triton(up.lora_B.shape[2], dy=dy, lora_B=up.lora_B, s=up.s)
 
 
-def by_triton(
-    dy: Tensor, groups: Groups, up: Up | None, scaling: Scaling, fp8_dtype: torch.dtype
-) -> Results:
+def by_triton(a: GroupedGrad) -> Results:
     """One read of dy."""
-    out = fake(dy, groups, up, scaling, fp8_dtype)
+    out, up = fake(a), a.up
     factors = (None, None, 1.0) if up is None else (up.lora_B, up.s, up.scaling)
-    grouped.quantize_grad(out, dy, groups, factors, scaling, fp8_dtype)
+    grouped.quantize_grad(out, a.dy, a.groups, factors, a.scaling, a.fp8_dtype)
     return out
 
 
 grouped_quantize_grad = define(
     Op(
         "grouped_quantize_grad",
+        GroupedGrad,
         reference,
         fake,
         check,

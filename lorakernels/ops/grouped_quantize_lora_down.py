@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """x8 = sat(x · scale_g), s = x A_gᵀ, of rows in groups: what experts multiply, quantized, with their adapters' half.
 
-x is [T, K], rows int32 [M], A [G, R, K]. x8 [M, K] is e4m3 bytes, scale_inv fp32 [G], s [M, R]. Row m of x8 and s is
-made from x[rows[m]], and is zeros where rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state.
-Rows that are nobody's (`Groups.group_of`) are not written.
+x8 [M, K] is e4m3 bytes, scale_inv fp32 [G], s [M, R]. Row m of x8 and s is made from x[rows[m]], and is zeros where
+rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state. Rows that are nobody's (`Groups.group_of`)
+are not written.
 
 One Triton kernel gathers, quantizes and multiplies. Another one takes the amax of groups without a scale before.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,36 +28,45 @@ MAX_RANK = grouped.MOST_RANK
 Results = tuple[Tensor, Tensor, Tensor]
 
 
-def reference(
-    x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scaling: Scaling
-) -> Results:
+class GroupedDown(NamedTuple):
+    """x is [T, K], rows int32 [M], lora_A [G, R, K]. The scaling's column is the first group's, c."""
+
+    x: Tensor
+    rows: Tensor
+    groups: Groups
+    lora_A: Tensor | None
+    scaling: Scaling
+
+
+def reference(a: GroupedDown) -> Results:
     """(x8, scale_inv, s), a group after the other; the host reads where each begins. s is empty without lora_A.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(x, rows, groups, lora_A, scaling)
-    state, column, delayed = scaling
-    x8, scale_inv, s = (t.zero_() for t in fake(x, rows, groups, lora_A, scaling))
-    for g, own in spans(groups):
-        part = x[rows[own]]
+    check(a)
+    x = a.x
+    state, column, delayed = a.scaling
+    x8, scale_inv, s = (t.zero_() for t in fake(a))
+    for g, own in spans(a.groups):
+        part = x[a.rows[own]]
         x8[own], scale_inv[g : g + 1] = quantize(part, Scaling(state, column + g, delayed), E4M3)
-        if lora_A is not None:
-            s[own] = (part.float() @ lora_A[g].to(x.dtype).float().t()).to(x.dtype)
+        if a.lora_A is not None:
+            s[own] = (part.float() @ a.lora_A[g].to(x.dtype).float().t()).to(x.dtype)
     return x8, scale_inv, s
 
 
-def fake(
-    x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scaling: Scaling
-) -> Results:
-    m, g = rows.shape[0], groups.ends.shape[0]
+def fake(a: GroupedDown) -> Results:
+    x = a.x
+    m, g = a.rows.shape[0], a.groups.ends.shape[0]
     x8 = empty(x, m, x.shape[1], dtype=torch.uint8)
-    s = empty(x, 0) if lora_A is None else empty(x, m, lora_A.shape[1])
+    s = empty(x, 0) if a.lora_A is None else empty(x, m, a.lora_A.shape[1])
     return x8, empty(x, g, dtype=torch.float32), s
 
 
-def check(x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scaling: Scaling) -> None:
+def check(a: GroupedDown) -> None:
     """TypeError or ValueError unless x is a matrix of a dtype that is computed in, and the other tensors fit it."""
+    x, rows, groups, lora_A, scaling = a
     checks.matrix("x", x)
     checks.floats("x", x)
     checks.groups(groups, rows.shape[0], x.device)
@@ -65,12 +76,11 @@ def check(x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scalin
         checks.of_groups("lora_A", lora_A, groups, (None, x.shape[1]))
 
 
-def why_not_triton(
-    x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scaling: Scaling
-) -> str | None:
+def why_not_triton(a: GroupedDown) -> str | None:
     """None if Triton's kernels take these tensors; otherwise the reason why not."""
+    lora_A = a.lora_A
     rank = None if lora_A is None else lora_A.shape[1]
-    return why_not_grouped_triton(rank, x=x, rows=rows, lora_A=lora_A)
+    return why_not_grouped_triton(rank, x=a.x, rows=a.rows, lora_A=lora_A)
 
 
 def why_not_grouped_triton(rank: int | None, **of: Tensor | None) -> str | None:
@@ -92,12 +102,10 @@ def why_not_grouped_triton(rank: int | None, **of: Tensor | None) -> str | None:
     return None
 
 
-def by_triton(
-    x: Tensor, rows: Tensor, groups: Groups, lora_A: Tensor | None, scaling: Scaling
-) -> Results:
+def by_triton(a: GroupedDown) -> Results:
     """One read of each row."""
-    out = fake(x, rows, groups, lora_A, scaling)
-    grouped.quantize_down(out, x, rows, groups, lora_A, scaling)
+    out = fake(a)
+    grouped.quantize_down(out, *a)
     return out
 
 
@@ -111,6 +119,7 @@ def chosen_grouped(place: Place) -> tuple[str, str]:
 grouped_quantize_lora_down = define(
     Op(
         "grouped_quantize_lora_down",
+        GroupedDown,
         reference,
         fake,
         check,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """dA = dsᵀ D(x): the gradient of the adapter's first half.
 
-ds [M, R], x [M, K] (e4m3 bytes with their scale_inv, or plain), dA [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes
-of e4m3, 2MK of a plain x. Each 64 ranks beyond the first read it again. The kernel draws the mask on the way, or reads
-MK / 8 bytes of one that was drawn before. The product runs on the tensor cores in ds's dtype, in which e4m3 is exact.
-Its fp32 sums have an order that depends on the shape alone. They are multiplied by scale_inv and the dropout factor,
-and then rounded once. With a scale for each 1 × 128 of x, [⌈K/128⌉, M], its elements are multiplied by theirs in fp32
-and rounded to ds's dtype before the product.
+dA is [R, K]. csrc/ops/lora_grad_a reads x once: MK bytes of e4m3, 2MK of a plain x. Each 64 ranks beyond the first read
+it again. The kernel draws the mask on the way, or reads MK / 8 bytes of one that was drawn before. The product runs on
+the tensor cores in ds's dtype, in which e4m3 is exact. Its fp32 sums have an order that depends on the shape alone.
+They are multiplied by scale_inv and the dropout factor, and then rounded once. With a scale for each 1 × 128 of x, its
+elements are multiplied by theirs in fp32 and rounded to ds's dtype before the product.
 
 PyTorch's kernels first write D(x) in ds's dtype and then read it: another 4MK bytes. They sum fp16 in fp32, because the
 sum before scale_inv could pass 65504, where fp16 ends.
@@ -15,6 +14,8 @@ Of J adapters in one batch (numerics/segments.py), dA is [J, R, K]; each is summ
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,35 +38,44 @@ MAX_RANK = 256  # for csrc
 GROUP = 8  # numbers of ds that csrc copies together
 
 
-def reference(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> Tensor:
+class GradA(NamedTuple):
+    """ds is [M, R], x [M, K] e4m3 or plain, `out_dtype` dA's, `adapters` J in one batch, or 0.
+
+    x's scale_inv is [1], or [⌈K/128⌉, M] for each 1 × 128. `dropout.dropped` may hold the mask.
+    """
+
+    ds: Tensor
+    x: Scaled
+    dropout: Dropout | None
+    out_dtype: torch.dtype
+    adapters: int = 0
+
+
+def reference(a: GradA) -> Tensor:
     """dA [R, K] in `out_dtype`; the mask is drawn, also where `dropout.dropped` has it.
 
     Raises:
         ValueError: the slot, a mask that has been drawn already, or the scales of blocks do not fit.
     """
-    check(ds, x, dropout, out_dtype, adapters)
-    xd, factor = masked(dequantize_rows(x) if in_blocks(x) else dequantize(x), dropout)
-    return (sum_over_rows(ds.float(), xd, adapters) * factor).to(out_dtype)
+    check(a)
+    x = a.x
+    xd, factor = masked(dequantize_rows(x) if in_blocks(x) else dequantize(x), a.dropout)
+    return (sum_over_rows(a.ds.float(), xd, a.adapters) * factor).to(a.out_dtype)
 
 
-def fake(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> Tensor:
-    leading = (adapters,) if adapters else ()
-    return empty(ds, *leading, ds.shape[1], x.data.shape[1], dtype=out_dtype)
+def fake(a: GradA) -> Tensor:
+    leading = (a.adapters,) if a.adapters else ()
+    return empty(a.ds, *leading, a.ds.shape[1], a.x.data.shape[1], dtype=a.out_dtype)
 
 
-def check(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> None:
+def check(a: GradA) -> None:
     """ValueError if the slot, a mask that has been drawn already, the scales of blocks, or J do not fit."""
-    if adapters < 0 or (adapters and ds.shape[0] % adapters):
-        raise ValueError(f"adapters must be 0 or divide the {ds.shape[0]} rows, found {adapters}")
+    x, adapters = a.x, a.adapters
+    if adapters < 0 or (adapters and a.ds.shape[0] % adapters):
+        raise ValueError(f"adapters must be 0 or divide the {a.ds.shape[0]} rows, found {adapters}")
     (rows, cols), scale_inv = x.data.shape, x.scale_inv
-    checks.mask(dropout, rows, x.data.device)
-    checks.dropped(dropout, rows, cols, x.data.device)
+    checks.mask(a.dropout, rows, x.data.device)
+    checks.dropped(a.dropout, rows, cols, x.data.device)
     if scale_inv is not None and in_blocks(x) and scale_inv.shape != (blocks_of(cols), rows):
         expected = [blocks_of(cols), rows]
         raise ValueError(f"x_scale_inv must be [1] or {expected}, found {list(scale_inv.shape)}")
@@ -76,10 +86,9 @@ def in_blocks(x: Scaled) -> bool:
     return x.scale_inv is not None and x.scale_inv.dim() == 2
 
 
-def why_not_csrc_kernel(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> str | None:
+def why_not_csrc_kernel(a: GradA) -> str | None:
     """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    ds, x, dropout, out_dtype, adapters = a
     if adapters:
         return SEVERAL
     data, fp8 = x.data, x.scale_inv is not None
@@ -112,13 +121,12 @@ def why_not_sizes(capability: tuple[int, int], k: int, fp8: bool) -> str | None:
     return f"K = {k} must be a multiple of {multiple}" if k % multiple else None
 
 
-def by_csrc(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> Tensor:
+def by_csrc(a: GradA) -> Tensor:
     """One read of x, by csrc's kernel; the mask is `dropout.dropped`, if that is there."""
+    ds, x = a.ds, a.x
     data = x.data
     (rows, cols), rank, ext = data.shape, ds.shape[1], extension()
-    dA = data.new_empty((rank, cols), dtype=out_dtype)
+    dA = data.new_empty((rank, cols), dtype=a.out_dtype)
     floats = ext.lora_grad_a_partial(rows, cols, rank, multiprocessors_of(data.get_device()))
     partial = data.new_empty(floats, dtype=torch.float32)
     ds = _in_whole_groups(ds)
@@ -127,8 +135,8 @@ def by_csrc(
         (ds, ds.stride(0)),
         (*x, in_blocks(x)),
         RankSizes(rows, cols, rank),
-        (name(ds.dtype), name(out_dtype)),
-        dropout if drops(dropout) else None,
+        (name(ds.dtype), name(a.out_dtype)),
+        a.dropout if drops(a.dropout) else None,
         where(data),
     )
     return dA
@@ -145,11 +153,10 @@ def _in_whole_groups(ds: Tensor) -> Tensor:
     return padded
 
 
-def why_not_segments(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> str | None:
+def why_not_segments(a: GradA) -> str | None:
     """None if Triton's kernel takes the adapters of a batch; otherwise the reason why not."""
-    if not adapters:
+    ds, x = a.ds, a.x
+    if not a.adapters:
         return "dA is of one adapter"
     if in_blocks(x):
         return "each 1 × 128 of x has a scale"
@@ -157,23 +164,20 @@ def why_not_segments(
         return f"x is {x.data.dtype}, ds {ds.dtype}"
     if ds.dtype not in (torch.bfloat16, torch.float16):
         return f"ds is {ds.dtype}, not bfloat16 or float16"
-    parts = segments(ds, adapters)
-    return why_not_batched(x.data, parts, ds.shape[1], dropout)
+    parts = segments(ds, a.adapters)
+    return why_not_batched(x.data, parts, ds.shape[1], a.dropout)
 
 
-def by_segments(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> Tensor:
+def by_segments(a: GradA) -> Tensor:
     """One kernel of Triton for all adapters."""
-    return segment_kernels.outer(x.data, ds, adapters, x.scale_inv, out_dtype)
+    return segment_kernels.outer(a.x.data, a.ds, a.adapters, a.x.scale_inv, a.out_dtype)
 
 
-def by_torch(
-    ds: Tensor, x: Scaled, dropout: Dropout | None, out_dtype: torch.dtype, adapters: int = 0
-) -> Tensor:
+def by_torch(a: GradA) -> Tensor:
     """One PyTorch kernel after the other, for any dtype, shape and stride."""
+    ds, x, dropout, out_dtype, adapters = a
     if ds.dtype == torch.float16:
-        return reference(ds, x, dropout, out_dtype, adapters)
+        return reference(a)
     if in_blocks(x):
         x = Scaled(dequantize_rows(x, dtype=ds.dtype))
     data, scale_inv = x
@@ -195,6 +199,7 @@ def chosen(place: Place) -> tuple[str, str]:
 lora_grad_a = define(
     Op(
         "lora_grad_a",
+        GradA,
         reference,
         fake,
         check,

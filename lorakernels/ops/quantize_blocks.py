@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """x8, scale_inv = x in FP8, with a scale for each 1 × 128 block along the last dimension.
 
-x [M, K], x8 uint8 [M, K], scale_inv fp32 [⌈K/128⌉, M]: x ≈ x8 · scale_inv. There is no amax history, so that nothing
-is written but the results. Kernels that make x or read it for an adapter write the same bits in their own pass, where
-they can (rms_norm.py, swiglu.py, rope_qkv.py, quantize_lora_down.py, quantize_grad.py). Triton's kernel reads x once
-and writes both: 3MK + MK/32 bytes in bf16. PyTorch's kernels, one after the other, read and write fp32 copies of x in
+x8 is uint8 [M, K], scale_inv fp32 [⌈K/128⌉, M]: x ≈ x8 · scale_inv. There is no amax history, so that nothing is
+written but the results. Kernels that make x or read it for an adapter write the same bits in their own pass, where they
+can (rms_norm.py, swiglu.py, rope_qkv.py, quantize_lora_down.py, quantize_grad.py). Triton's kernel reads x once and
+writes both: 3MK + MK/32 bytes in bf16. PyTorch's kernels, one after the other, read and write fp32 copies of x in
 between.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,52 +24,57 @@ from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
 from lorakernels.ops.register import Implementation, Op, define, empty
 
 
-def reference(
-    x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
-    """(x8, scale_inv) as `numerics.blocks.quantize_rows` defines them, in `fp8_dtype`, e4m3 or e5m2.
+class Blocks(NamedTuple):
+    """x is [M, K] in fp32, bf16 or fp16, `fp8_dtype` e4m3 or e5m2. With `power_of_two`, scales are powers of two."""
+
+    x: Tensor
+    fp8_dtype: torch.dtype
+    power_of_two: bool = False
+
+
+def reference(a: Blocks) -> tuple[Tensor, Tensor]:
+    """(x8, scale_inv) as `numerics.blocks.quantize_rows` defines them.
 
     Raises:
         ValueError: x is not a matrix.
         TypeError: x is not float32, bfloat16 or float16, or `fp8_dtype` is another type.
     """
-    check(x, fp8_dtype, power_of_two)
-    data, scale_inv = quantize_rows(x, fp8_dtype, power_of_two)
+    check(a)
+    data, scale_inv = quantize_rows(a.x, a.fp8_dtype, a.power_of_two)
     assert scale_inv is not None
     return data, scale_inv
 
 
-def fake(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> tuple[Tensor, Tensor]:
-    rows, cols = x.shape
-    scale_inv = empty(x, blocks_of(cols), rows, dtype=torch.float32)
-    return empty(x, rows, cols, dtype=torch.uint8), scale_inv
+def fake(a: Blocks) -> tuple[Tensor, Tensor]:
+    rows, cols = a.x.shape
+    scale_inv = empty(a.x, blocks_of(cols), rows, dtype=torch.float32)
+    return empty(a.x, rows, cols, dtype=torch.uint8), scale_inv
 
 
-def check(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> None:
+def check(a: Blocks) -> None:
     """ValueError unless x is a matrix; TypeError unless it is of a dtype that is computed in, and FP8 e4m3 or e5m2."""
-    checks.matrix("x", x)
-    checks.floats("x", x)
-    if fp8_dtype not in FP8_MAX:
-        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {fp8_dtype}")
+    checks.matrix("x", a.x)
+    checks.floats("x", a.x)
+    if a.fp8_dtype not in FP8_MAX:
+        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {a.fp8_dtype}")
 
 
-def why_not_triton(x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False) -> str | None:
+def why_not_triton(a: Blocks) -> str | None:
     """None if Triton's kernel takes x; otherwise the reason why not."""
-    return why_not_layer_kernel(x=x)
+    return why_not_layer_kernel(x=a.x)
 
 
-def by_triton(
-    x: Tensor, fp8_dtype: torch.dtype, power_of_two: bool = False
-) -> tuple[Tensor, Tensor]:
+def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
     """One kernel; the reference's bits."""
-    data, scale_inv = fake(x, fp8_dtype)
-    launch(x, data, scale_inv, fp8_dtype, power_of_two)
+    data, scale_inv = fake(a)
+    launch(a.x, data, scale_inv, a.fp8_dtype, a.power_of_two)
     return data, scale_inv
 
 
 quantize_blocks = define(
     Op(
         "quantize_blocks",
+        Blocks,
         reference,
         fake,
         check,

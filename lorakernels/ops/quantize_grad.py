@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """dy8 = sat(dy · scale), ds = scaling · dy B, dB = scaling · dyᵀ s: a linear layer's output gradient, read once.
 
-dy [M, N], B [N, R], s [M, R], dy8 [M, N] FP8 bytes, ds [M, R], dB [N, R]. csrc/ops/quantize_grad reads dy once and
-writes dy8: 3MN bytes. It keeps the sums in registers and shared memory, and adds them up in an order that depends on
-the shape alone. PyTorch's kernels read dy once for its amax, once to quantize it and once for each product.
+dy8 [M, N] is FP8 bytes, B lora_B, ds [M, R], dB [N, R]. csrc/ops/quantize_grad reads dy once and writes dy8: 3MN bytes.
+It keeps the sums in registers and shared memory, and adds them up in an order that depends on the shape alone.
+PyTorch's kernels read dy once for its amax, once to quantize it and once for each product.
 
 A scale for each 1 × 128 of dy costs no other pass on Hopper: each block's amax is found where its bytes are made.
 Elsewhere, and where N % 16 is 8, `quantize_blocks` reads dy once more.
@@ -18,10 +18,12 @@ Several projections of one x have their dy side by side in dy [M, ΣN]:
 B and dB are [ΣN, R], one projection below the other. s and ds are [M, ΣR], side by side. Each R_i is R, or 0 without an
 adapter; then B_i is not read and dB_i is 0.
 
-B may be of J adapters in one batch, [J, N, R], but not side by side (numerics/segments.py).
+The adapters of one batch (numerics/segments.py) are not taken side by side.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,24 +60,32 @@ PROJECTION_MULTIPLE = 128  # of the columns of each projection but the last, for
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+class Grad(NamedTuple):
+    """dy is [M, N] in fp32, bf16 or fp16. `up` has s [M, R] and lora_B [N, R], or [J, N, R] of J adapters in one batch.
+
+    `fp8_dtype` is the type of dy8's bytes. `side` says where the projections of dy are. `power_of_two`, given without a
+    scaling, has scale_inv [⌈N/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
+    """
+
+    dy: Tensor
+    up: Up | None
+    scaling: Scaling | None
+    fp8_dtype: torch.dtype
+    side: SideBySide | None = None
+    power_of_two: bool | None = None
+
+
+def reference(a: Grad) -> Results:
     """(dy8 [M, N], scale_inv fp32 [1], ds [M, R], dB [N, R]).
 
     dy8 and scale_inv are empty without a scaling, ds and dB without `up`, dB without its s. The scale_inv of an fp16 dy
-    that holds inf or NaN is NaN (`scale_that_tells`). `power_of_two`, given without a scaling, has scale_inv
-    [⌈N/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
+    that holds inf or NaN is NaN (`scale_that_tells`).
 
     Raises:
         ValueError: `side` does not fit dy and `up`; a scaling is given beside `power_of_two`.
     """
-    check(dy, up, scaling, fp8_dtype, side, power_of_two)
+    check(a)
+    dy, up, scaling, fp8_dtype, side, power_of_two = a
     dy8, scale_inv = quantize_by(dy, scaling, fp8_dtype, power_of_two)
     if power_of_two is None:  # else each block tells by itself
         scale_inv = scale_that_tells(dy, scale_inv)
@@ -95,19 +105,13 @@ def reference(
     return dy8, scale_inv, ds, dB
 
 
-def fake(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
-    dy8, scale_inv = fake_quantized(dy, scaling, power_of_two)
+def fake(a: Grad) -> Results:
+    dy, up = a.dy, a.up
+    dy8, scale_inv = fake_quantized(dy, a.scaling, a.power_of_two)
     if up is None:
         return dy8, scale_inv, empty(dy, 0), empty(dy, 0)
     dB = empty(dy, 0) if up.s is None else torch.empty_like(up.lora_B)
-    return dy8, scale_inv, empty(dy, dy.shape[0], columns(up, side)), dB
+    return dy8, scale_inv, empty(dy, dy.shape[0], columns(up, a.side)), dB
 
 
 def columns(up: Up, side: SideBySide | None) -> int:
@@ -115,16 +119,10 @@ def columns(up: Up, side: SideBySide | None) -> int:
     return up.lora_B.shape[-1] if side is None else sum(side.ranks)
 
 
-def check(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> None:
+def check(a: Grad) -> None:
     """ValueError if projections side by side, the adapters of a batch, or two recipes do not fit."""
-    checks.one_recipe(scaling, power_of_two)
+    dy, up, side = a.dy, a.up, a.side
+    checks.one_recipe(a.scaling, a.power_of_two)
     if up is not None:
         check_segments("lora_B", up.lora_B, dy.shape[0])
     if side is None:
@@ -147,8 +145,13 @@ def check(
             )
 
 
-def why_not_csrc_kernel(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
+def why_not_csrc_kernel(a: Grad) -> str | None:
     """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    return why_not_csrc_operands(a.dy, a.up, a.side)
+
+
+def why_not_csrc_operands(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
+    """As `why_not_csrc_kernel`, of what it depends on."""
     if why_not := why_not_wgmma(capability_of(dy.device)):
         return why_not
     if dy.dtype not in (torch.bfloat16, torch.float16):
@@ -195,21 +198,18 @@ def side_by_side(side: SideBySide) -> bool:
     return few and _aligned(side) and len({*side.ranks} - {0}) == 1
 
 
-def by_csrc(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-    mask: Dropout | None = None,
-    cols: int = 0,
-) -> Results:
-    """One read of dy, by csrc's kernel. It draws a `mask` of `cols` columns into `mask.dropped`."""
+def by_csrc(a: Grad) -> Results:
+    """One read of dy, by csrc's kernel."""
+    return launch_csrc(a)
+
+
+def launch_csrc(a: Grad, mask: Dropout | None = None, cols: int = 0) -> Results:
+    """As `by_csrc`. The kernel also draws a `mask` of `cols` columns into `mask.dropped`."""
+    dy, up, scaling, fp8_dtype, side, power_of_two = a
     rows, n = dy.shape
     if power_of_two is not None and n % BLOCK_MULTIPLE:
-        _, _, *factors = by_csrc(dy, up, None, fp8_dtype, side, None, mask, cols)
-        return *quantize_blocks.run(dy, fp8_dtype, power_of_two), *factors
+        _, _, ds, dB = launch_csrc(Grad(dy, up, None, fp8_dtype, side), mask, cols)
+        return *quantize_blocks.run(dy, fp8_dtype, power_of_two), ds, dB
     ext, in_blocks = extension(), power_of_two is not None
     lora_B, s, _ = (None, None, 1.0) if up is None else up
     rank = 0 if lora_B is None else lora_B.shape[1]
@@ -241,43 +241,31 @@ def by_csrc(
     return dy8, scale_inv if in_blocks else scale_that_tells(dy, scale_inv), ds, dB
 
 
-def why_not_segments(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
+def why_not_segments(a: Grad) -> str | None:
     """None if Triton's kernels take the adapters of a batch; otherwise the reason why not."""
+    dy, up = a.dy, a.up
     if up is None or not adapters_of(up.lora_B):
         return "lora_B is of one adapter"
-    if side is not None:
+    if a.side is not None:
         return "adapters in one batch are not taken side by side"
-    if why_not := why_not_csrc_kernel(dy, None):
+    if why_not := why_not_csrc_operands(dy, None):
         return why_not
     if up.s is not None and (up.s.dtype != dy.dtype or not up.s.is_contiguous()):
         return f"s must be contiguous in {dy.dtype}, found {up.s.dtype}"
     return why_not_batched(dy, up.lora_B, up.lora_B.shape[2])
 
 
-def by_segments(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_segments(a: Grad) -> Results:
     """csrc's kernel for dy8, and Triton's of ds and of dB for all adapters."""
-    assert up is not None
-    return *by_csrc(dy, None, scaling, fp8_dtype, None, power_of_two)[
-        :2
-    ], *segment_kernels.gradients(dy, up)
+    assert a.up is not None
+    dy8, scale_inv, _, _ = launch_csrc(a._replace(up=None, side=None))
+    ds, dB = segment_kernels.gradients(a.dy, a.up)
+    return dy8, scale_inv, ds, dB
 
 
-def by_torch(
-    dy: Tensor,
-    up: Up | None,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_torch(a: Grad) -> Results:
     """One PyTorch kernel after the other, for any dtype, shape and stride; of blocks, one of Triton that takes dy."""
+    dy, up, scaling, fp8_dtype, side, power_of_two = a
     if power_of_two is not None and dy.is_cuda:
         dy8, scale_inv = quantize_blocks.run(dy, fp8_dtype, power_of_two)
     else:
@@ -320,24 +308,13 @@ def chosen(place: Place) -> tuple[str, str]:
 quantize_grad = define(
     Op(
         "quantize_grad",
+        Grad,
         reference,
         fake,
         check,
         (
-            Implementation(
-                "csrc",
-                by_csrc,
-                lambda dy, up, scaling, fp8_dtype, side=None, power_of_two=None: (
-                    why_not_csrc_kernel(dy, up, side)
-                ),
-            ),
-            Implementation(
-                "csrc, triton",
-                by_segments,
-                lambda dy, up, scaling, fp8_dtype, side=None, power_of_two=None: why_not_segments(
-                    dy, up, side
-                ),
-            ),
+            Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, triton", by_segments, why_not_segments),
             Implementation("torch", by_torch),
         ),
         chosen,

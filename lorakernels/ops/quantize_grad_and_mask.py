@@ -7,6 +7,8 @@ drawing the mask again.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,12 @@ from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.ops.lora_grad_a import MAX_RANK as MAX_GRAD_A_RANK
 from lorakernels.ops.lora_grad_a import why_not_sizes as why_not_lora_grad_a
 from lorakernels.ops.quantize_grad import (
-    by_csrc,
+    Grad,
     by_torch,
     columns,
+    launch_csrc,
     quantize_grad,
-    why_not_csrc_kernel,
+    why_not_csrc_operands,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Dropout, Scaling, SideBySide, Sizes, Up, Weight
@@ -33,53 +36,44 @@ COLUMN_MULTIPLE = 8  # of col0, for csrc to draw the mask
 Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+class GradAndMask(NamedTuple):
+    """As `quantize_grad` takes them, with the mask of the layer's input [M, K]: K = `cols`."""
+
+    dy: Tensor
+    up: Up
+    scaling: Scaling | None
+    fp8_dtype: torch.dtype
+    dropout: Dropout
+    cols: int
+    side: SideBySide | None = None
+    power_of_two: bool | None = None
+
+
+def reference(a: GradAndMask) -> Results:
     """What `quantize_grad` returns, and the mask's `dropped_bits`: int32 [M, dropped_words(cols)].
 
     Raises:
         ValueError: `side` does not fit dy and `up`, or the slot does not.
     """
-    check(dy, up, scaling, fp8_dtype, dropout, cols, side, power_of_two)
-    found = quantize_grad.reference(dy, up, scaling, fp8_dtype, side, power_of_two)
-    return *found, dropped_bits(drawn_mask(dropout, len(dy), cols))
+    check(a)
+    mask = drawn_mask(a.dropout, len(a.dy), a.cols)
+    return *quantize_grad.reference(as_grad(a)), dropped_bits(mask)
 
 
-def fake(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
-    dropped = empty(dy, dy.shape[0], dropped_words(cols), dtype=torch.int32)
-    return *quantize_grad.fake(dy, up, scaling, fp8_dtype, side, power_of_two), dropped
+def as_grad(a: GradAndMask) -> Grad:
+    """The arguments of `quantize_grad`."""
+    return Grad(a.dy, a.up, a.scaling, a.fp8_dtype, a.side, a.power_of_two)
 
 
-def check(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> None:
+def fake(a: GradAndMask) -> Results:
+    dropped = empty(a.dy, a.dy.shape[0], dropped_words(a.cols), dtype=torch.int32)
+    return *quantize_grad.fake(as_grad(a)), dropped
+
+
+def check(a: GradAndMask) -> None:
     """ValueError if projections side by side or the slot do not fit."""
-    quantize_grad.check(dy, up, scaling, fp8_dtype, side, power_of_two)
-    checks.mask(dropout, dy.shape[0], dy.device)
+    quantize_grad.check(as_grad(a))
+    checks.mask(a.dropout, a.dy.shape[0], a.dy.device)
 
 
 def _drawn_by_csrc(dropout: Dropout) -> bool:
@@ -87,16 +81,19 @@ def _drawn_by_csrc(dropout: Dropout) -> bool:
     return drops(dropout) and dropout.col0 % COLUMN_MULTIPLE == 0
 
 
-def why_not_drawn_beside(
-    dy: Tensor, up: Up, dropout: Dropout, side: SideBySide | None = None
-) -> str | None:
+def why_not_drawn_apart(a: GradAndMask) -> str | None:
+    """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    return why_not_csrc_operands(a.dy, a.up, a.side)
+
+
+def why_not_drawn_beside(a: GradAndMask) -> str | None:
     """None if csrc's kernel takes these tensors and draws the mask, too; otherwise the reason why not."""
-    if why_not := why_not_csrc_kernel(dy, up, side):
+    if why_not := why_not_drawn_apart(a):
         return why_not
-    if up.lora_B.shape[1] > MAX_DRAWN_RANK:
-        return f"rank {up.lora_B.shape[1]} is above {MAX_DRAWN_RANK}"
-    if not _drawn_by_csrc(dropout):
-        return f"csrc draws no mask of p = {dropout.p} at col0 = {dropout.col0}"
+    if (rank := a.up.lora_B.shape[1]) > MAX_DRAWN_RANK:
+        return f"rank {rank} is above {MAX_DRAWN_RANK}"
+    if not _drawn_by_csrc(a.dropout):
+        return f"csrc draws no mask of p = {a.dropout.p} at col0 = {a.dropout.col0}"
     return None
 
 
@@ -119,39 +116,19 @@ def hands_mask_over(
         return True
     capability, (n, k) = capability_of(dy.device), weight.data.shape
     readers = why_not_lora_grad_a(capability, k, True) or why_not_wgmma_gemm(capability, n, k)
-    return not (readers or why_not_csrc_kernel(dy, up, side))
+    return not (readers or why_not_csrc_operands(dy, up, side))
 
 
-def drawn_beside_by_csrc(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def drawn_beside_by_csrc(a: GradAndMask) -> Results:
     """One kernel of csrc, which draws the mask, too."""
-    dropped = dy.new_empty((len(dy), dropped_words(cols)), dtype=torch.int32)
-    mask = dropout._replace(dropped=dropped)
-    return *by_csrc(dy, up, scaling, fp8_dtype, side, power_of_two, mask, cols), dropped
+    dropped = a.dy.new_empty((len(a.dy), dropped_words(a.cols)), dtype=torch.int32)
+    mask = a.dropout._replace(dropped=dropped)
+    return *launch_csrc(as_grad(a), mask, a.cols), dropped
 
 
-def drawn_apart_by_csrc(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def drawn_apart_by_csrc(a: GradAndMask) -> Results:
     """csrc's kernel, and another one for the mask."""
-    return *by_csrc(dy, up, scaling, fp8_dtype, side, power_of_two), drawn_bits(
-        dropout, len(dy), cols
-    )
+    return *launch_csrc(as_grad(a)), drawn_bits(a.dropout, len(a.dy), a.cols)
 
 
 def drawn_bits(dropout: Dropout, rows: int, cols: int) -> Tensor:
@@ -165,43 +142,21 @@ def drawn_bits(dropout: Dropout, rows: int, cols: int) -> Tensor:
     return dropped
 
 
-def drawn_apart_by_torch(
-    dy: Tensor,
-    up: Up,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    dropout: Dropout,
-    cols: int,
-    side: SideBySide | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def drawn_apart_by_torch(a: GradAndMask) -> Results:
     """PyTorch's kernels, and a kernel of csrc or PyTorch's for the mask."""
-    return *by_torch(dy, up, scaling, fp8_dtype, side, power_of_two), drawn_bits(
-        dropout, len(dy), cols
-    )
+    return *by_torch(as_grad(a)), drawn_bits(a.dropout, len(a.dy), a.cols)
 
 
 quantize_grad_and_mask = define(
     Op(
         "quantize_grad_and_mask",
+        GradAndMask,
         reference,
         fake,
         check,
         (
-            Implementation(
-                "csrc",
-                drawn_beside_by_csrc,
-                lambda dy, up, scaling, fp8_dtype, dropout, cols, side=None, power_of_two=None: (
-                    why_not_drawn_beside(dy, up, dropout, side)
-                ),
-            ),
-            Implementation(
-                "csrc, mask apart",
-                drawn_apart_by_csrc,
-                lambda dy, up, scaling, fp8_dtype, dropout, cols, side=None, power_of_two=None: (
-                    why_not_csrc_kernel(dy, up, side)
-                ),
-            ),
+            Implementation("csrc", drawn_beside_by_csrc, why_not_drawn_beside),
+            Implementation("csrc, mask apart", drawn_apart_by_csrc, why_not_drawn_apart),
             Implementation("torch", drawn_apart_by_torch),
         ),
     ),

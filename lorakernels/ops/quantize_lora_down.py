@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """x8 = sat(x · scale), s = D(x) Aᵀ: a linear layer's input, quantized and multiplied by the adapter's first half.
 
-x [M, K], A [R, K], x8 [M, K] e4m3 bytes, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes.
-Each 128 ranks beyond the first read x again on other GPUs than Hopper's, or where K % 16 = 8. The kernel draws the mask
-on the way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that depends on shape and
-GPU alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax, once to quantize
-it and once or twice for s.
+x8 [M, K] is e4m3 bytes, A lora_A, s [M, R]. csrc/ops/quantize_lora_down reads x once and writes x8: 3MK bytes. Each 128
+ranks beyond the first read x again on other GPUs than Hopper's, or where K % 16 = 8. The kernel draws the mask on the
+way, and the product runs on the tensor cores in x's dtype. Its fp32 sums have an order that depends on shape and GPU
+alone; they are rounded once, after the dropout factor. PyTorch's kernels read x once for its amax, once to quantize it
+and once or twice for s.
 
 A scale for each 1 × 128 costs no other pass where a warp has whole blocks: on Hopper and sm_100 for ranks up to 16 and
 K a multiple of 16. Elsewhere `quantize_blocks` reads x once more.
 
-A may be of J adapters in one batch, [J, R, K] (numerics/segments.py); each has its own M / J rows.
+Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,21 +40,27 @@ MAX_RANK_ELSEWHERE = 32
 Results = tuple[Tensor, Tensor, Tensor]
 
 
-def reference(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> Results:
-    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
+class Down(NamedTuple):
+    """x is [M, K] in fp32, bf16 or fp16. lora_A is [R, K], or [J, R, K] of J adapters in one batch.
 
     `power_of_two`, given without a scaling, has scale_inv [⌈K/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
+    """
+
+    x: Tensor
+    lora_A: Tensor | None
+    scaling: Scaling | None
+    dropout: Dropout | None
+    power_of_two: bool | None = None
+
+
+def reference(a: Down) -> Results:
+    """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
 
     Raises:
         ValueError: the slot does not fit, or a scaling is given beside `power_of_two`.
     """
-    check(x, lora_A, scaling, dropout, power_of_two)
+    check(a)
+    x, lora_A, scaling, dropout, power_of_two = a
     x8, scale_inv = quantize_by(x, scaling, E4M3, power_of_two)
     if lora_A is None:
         return x8, scale_inv, x.new_empty(0)
@@ -61,25 +69,15 @@ def reference(
     return x8, scale_inv, s.to(x.dtype)
 
 
-def fake(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> Results:
-    x8, scale_inv = fake_quantized(x, scaling, power_of_two)
+def fake(a: Down) -> Results:
+    x, lora_A = a.x, a.lora_A
+    x8, scale_inv = fake_quantized(x, a.scaling, a.power_of_two)
     return x8, scale_inv, empty(x, 0) if lora_A is None else empty(x, x.shape[0], lora_A.shape[-2])
 
 
-def check(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> None:
+def check(a: Down) -> None:
     """ValueError if the slot, lora_A or two recipes do not fit."""
+    x, lora_A, scaling, dropout, power_of_two = a
     checks.one_recipe(scaling, power_of_two)
     checks.mask(dropout, x.shape[0], x.device)
     if lora_A is not None and (lora_A.dim() not in (2, 3) or lora_A.shape[-1:] != x.shape[1:]):
@@ -89,14 +87,9 @@ def check(
     check_segments("lora_A", lora_A, x.shape[0])
 
 
-def why_not_csrc_kernel(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> str | None:
+def why_not_csrc_kernel(a: Down) -> str | None:
     """None if csrc's kernel takes these tensors; otherwise the reason why not."""
+    x, lora_A, dropout = a.x, a.lora_A, a.dropout
     if why_not := _why_not_sizes(capability_of(x.device), x.shape[1]):
         return why_not
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -129,20 +122,15 @@ def _why_not_sizes(capability: tuple[int, int], k: int) -> str | None:
     return f"K = {k} must be a multiple of {MULTIPLE}" if k % MULTIPLE else None
 
 
-def by_csrc(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_csrc(a: Down) -> Results:
     """One read of x, by csrc's kernel."""
+    x, lora_A, scaling, dropout, power_of_two = a
     rows, cols = x.shape
     rank = 0 if lora_A is None else lora_A.shape[0]
     ext, device = extension(), x.get_device()
     in_blocks = power_of_two is not None
-    if in_blocks and not _finds_blocks(rows, cols, rank, device):
-        _, _, s = by_csrc(x, lora_A, None, dropout)
+    if power_of_two is not None and not _finds_blocks(rows, cols, rank, device):
+        _, _, s = by_csrc(Down(x, lora_A, None, dropout))
         return *quantize_blocks.run(x, E4M3, power_of_two), s
     quantizes = scaling is not None or in_blocks
     x8, scale_inv = fake_quantized(x, scaling, power_of_two)
@@ -175,42 +163,26 @@ def _finds_blocks(rows: int, cols: int, rank: int, device: int) -> bool:
     return rows * cols > 0 and extension().quantize_lora_down_finds_blocks(rows, cols, rank, device)
 
 
-def why_not_segments(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> str | None:
+def why_not_segments(a: Down) -> str | None:
     """None if Triton's kernels take the adapters of a batch; otherwise the reason why not."""
+    lora_A = a.lora_A
     if lora_A is None or not adapters_of(lora_A):
         return "lora_A is of one adapter"
-    if why_not := why_not_csrc_kernel(x, None, scaling, None):
+    if why_not := why_not_csrc_kernel(Down(a.x, None, a.scaling, None)):
         return why_not
-    return why_not_batched(x, lora_A, lora_A.shape[1], dropout)
+    return why_not_batched(a.x, lora_A, lora_A.shape[1], a.dropout)
 
 
-def by_segments(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_segments(a: Down) -> Results:
     """csrc's kernel for x8, and one of Triton for all adapters."""
-    assert lora_A is not None
-    x8, scale_inv, _ = by_csrc(x, None, scaling, None, power_of_two)
-    return x8, scale_inv, segment_kernels.down(x, lora_A, by_column=False)
+    assert a.lora_A is not None
+    x8, scale_inv, _ = by_csrc(Down(a.x, None, a.scaling, None, a.power_of_two))
+    return x8, scale_inv, segment_kernels.down(a.x, a.lora_A, by_column=False)
 
 
-def by_torch(
-    x: Tensor,
-    lora_A: Tensor | None,
-    scaling: Scaling | None,
-    dropout: Dropout | None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_torch(a: Down) -> Results:
     """One PyTorch kernel after the other, for any dtype and shape; of blocks, one of Triton that takes x."""
+    x, lora_A, scaling, dropout, power_of_two = a
     if power_of_two is not None and x.is_cuda:
         x8, scale_inv = quantize_blocks.run(x, E4M3, power_of_two)
     else:
@@ -232,6 +204,7 @@ def chosen(place: Place) -> tuple[str, str]:
 quantize_lora_down = define(
     Op(
         "quantize_lora_down",
+        Down,
         reference,
         fake,
         check,

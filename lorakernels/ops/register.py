@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """An op as one object, and its registration with torch.library.
 
-The functions of an op take values (values.py); its schema is flat, as torch.library wants it. `define` makes two small
-functions from the two signatures: one takes the values apart for torch's dispatcher, the other puts them together again
-behind it. A field goes by the name that the schema has for it: `data` of a parameter x is "x", `scale_inv` is
-"x_scale_inv", and any other field goes by its own name. A field that the schema lacks is not passed on.
+An op's arguments are written once, as the fields of a NamedTuple. A call of the op has them for its parameters, and
+each of the op's functions takes such a tuple. Fields are values (values.py); the schema is flat, as torch.library wants
+it. `define` makes two small functions of both: one takes the values apart for torch's dispatcher, the other makes the
+tuple behind it. A value's part goes by the name that the schema has for it: `data` of a field x is "x", `scale_inv` is
+"x_scale_inv", and any other part goes by its own name. A part that the schema lacks is not passed on.
 
 Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
 """
@@ -27,10 +28,11 @@ from lorakernels.ops.hardware import Place
 from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
 P = ParamSpec("P")
+A = TypeVar("A")
 R = TypeVar("R")
 _LIBRARY = torch.library.Library("lorakernels", "FRAGMENT")
-# Names of fields that the schema derives from the parameter's.
-_BY_PARAMETER = {"data": "{}", "scale_inv": "{}_scale_inv"}
+# Names of a value's parts that the schema derives from the field's.
+_BY_FIELD = {"data": "{}", "scale_inv": "{}_scale_inv"}
 _VALUES = (Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight)
 # What the flat arguments are where an optional value is None.
 _ABSENT: dict[type, tuple[Any, ...]] = {
@@ -41,125 +43,155 @@ _ABSENT: dict[type, tuple[Any, ...]] = {
 }
 
 
-class Implementation(NamedTuple):
-    """One way to run an op on CUDA. `why_not` takes the op's arguments: the reason why it cannot run, or None."""
+@dataclass(frozen=True, eq=False)
+class Implementation(Generic[A, R]):
+    """One way to run an op on CUDA. `why_not` returns the reason why it cannot run these arguments, or None."""
 
     name: str
-    run: Callable[..., Any]
-    why_not: Callable[..., str | None] = lambda *arguments: None
+    run: Callable[[A], R]
+    why_not: Callable[[A], str | None] = lambda a: None
 
 
 @dataclass(eq=False)
-class Op(Generic[P, R]):
+class Op(Generic[P, A, R]):
     """A kernel's place in torch: `torch.ops.lorakernels.<name>`, called with values.
 
     Attributes:
         name: as torch.library knows it.
+        arguments: a NamedTuple of what the op is called with, which the functions below take.
         reference: the op in plain PyTorch: the truth for tests, the CPU's implementation.
         fake: the results' shapes and dtypes, for compile and export.
         check: TypeError or ValueError for arguments that no implementation takes.
         implementations: on CUDA the first runs whose `why_not` has no objection.
         chosen: which implementation a GPU and a layer's sizes get, and why; None for an op that goes with another one.
+        run: the op on CUDA tensors, without the dispatcher; called as the op is.
         run_flat: `run`, with the arguments of the schema.
     """
 
     name: str
-    reference: Callable[P, R]
-    fake: Callable[..., Any]
-    check: Callable[..., None]
-    implementations: tuple[Implementation, ...]
+    arguments: Callable[P, A]
+    reference: Callable[[A], R]
+    fake: Callable[[A], R]
+    check: Callable[[A], None]
+    implementations: tuple[Implementation[A, R], ...]
     chosen: Callable[[Place], tuple[str, str]] | None = None
-    run_flat: Callable[..., Any] = field(init=False, repr=False)
-    _call: Callable[..., Any] = field(init=False, repr=False)
+    run: Callable[P, R] = field(init=False, repr=False)
+    run_flat: Callable[..., R] = field(init=False, repr=False)
+    _call: Callable[P, R] = field(init=False, repr=False)
     __signature__: inspect.Signature = field(init=False, repr=False)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
 
-    def takes(self, *arguments: Any) -> Implementation:
+    def by_reference(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The reference, called as the op is."""
+        return self.reference(self.arguments(*args, **kwargs))
+
+    def takes(self, *args: P.args, **kwargs: P.kwargs) -> Implementation[A, R]:
         """The implementation that runs these CUDA tensors."""
-        return next(i for i in self.implementations if not i.why_not(*arguments))
+        return self._taking(self.arguments(*args, **kwargs))
 
-    def run(self, *arguments: Any) -> Any:
-        """The op on CUDA tensors, without the dispatcher."""
-        self.check(*arguments)
-        return self.takes(*arguments).run(*arguments)
+    def _taking(self, a: A) -> Implementation[A, R]:
+        for implementation in self.implementations:  # in less of the host's time than `next`
+            if not implementation.why_not(a):
+                return implementation
+        raise RuntimeError(f"no implementation of {self.name} takes these arguments")
+
+    def _run(self, a: A) -> R:
+        self.check(a)
+        return self._taking(a).run(a)
 
 
-OPS: dict[str, Op[..., Any]] = {}
+OPS: dict[str, Op[..., Any, Any]] = {}
 
 
 def define(
-    op: Op[P, R],
+    op: Op[P, A, R],
     schema: str,
-    guard: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda run: run,
+    guard: Callable[[Callable[[A], R]], Callable[[A], R]] = lambda run: run,
     names: dict[str, str] | None = None,
-) -> Op[P, R]:
+) -> Op[P, A, R]:
     """Register `op` under the flat `schema`, "(Tensor x, …) -> …".
 
     Args:
-        guard: wraps the flat implementations of both devices.
-        names: {field: the schema's name for it} where that is not the field's own.
+        guard: wraps what runs on both devices.
+        names: {part of a value: the schema's name for it} where that is not the part's own.
     """
     names = names or {}
     _LIBRARY.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.lorakernels, op.name).default
     arguments = overload._schema.arguments
     flat = [argument.name for argument in arguments]
-    parameters = _parameters(op.reference)
+    fields = _fields(op.arguments)
+    signature = _signature(op)
+    parameters = signature.parameters.values()
+    called = [_named(p.name, p.default, p.default is not p.empty) for p in parameters]
+    defaulted = [_named(a.name, a.default_value, a.has_default_value()) for a in arguments]
+    known = {kind.__name__: kind for kind in _VALUES} | {"Arguments": op.arguments}
 
-    def behind(run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run`, which takes values, as a function of the flat arguments."""
-        defaulted = [_named(a.name, a.default_value, a.has_default_value()) for a in arguments]
-        return _function(defaulted, _together(parameters, flat, names), run)
+    def behind(run: Callable[[A], R]) -> Callable[..., R]:
+        """`run` as a function of the flat arguments."""
+        return _function(defaulted, _tuple("Arguments", _together(fields, flat, names)), run, known)
 
-    op.run_flat = guard(behind(op.run))
-    for device_type, run in (("cpu", guard(behind(op.reference))), ("cuda", op.run_flat)):
-        implementation = _disable_dynamo(_without_autocast(run, device_type))
+    op.run = _function(called, _tuple("Arguments", list(signature.parameters)), op._run, known)
+    op.run_flat = behind(guard(op._run))
+    for device_type, flat_run in (("cpu", behind(guard(op.reference))), ("cuda", op.run_flat)):
+        implementation = _disable_dynamo(_without_autocast(flat_run, device_type))
         _LIBRARY.impl(op.name, implementation, device_type.upper())
     torch.library.register_fake(f"lorakernels::{op.name}", behind(op.fake), lib=_LIBRARY)
     _LIBRARY.impl(op.name, _undifferentiable(overload), "Autograd", with_keyset=True)
-    op.__signature__ = inspect.signature(op.reference)  # inspect.signature and editors show it
-    own = op.__signature__.parameters.values()
-    called = [_named(p.name, p.default, p.default is not p.empty) for p in own]
-    op._call = _function(called, _apart(parameters, flat, names), overload)
+    op.__signature__ = signature  # inspect.signature and editors show it
+    op._call = _function(called, ", ".join(_apart(fields, flat, names)), overload, known)
     op._call.__qualname__ = op.name  # Python's errors about arguments show it
     OPS[op.name] = op
     return op
+
+
+def _signature(op: Op[P, A, R]) -> inspect.Signature:
+    """How the op is called: its arguments' fields, and what the reference returns."""
+    hints = typing.get_type_hints(op.arguments)
+    parameters = [
+        p.replace(annotation=hints[p.name])
+        for p in inspect.signature(op.arguments).parameters.values()
+    ]
+    returned = typing.get_type_hints(op.reference)["return"]
+    return inspect.Signature(parameters, return_annotation=returned)
 
 
 def _named(name: str, default: object, has_default: bool) -> str:
     return f"{name}={default!r}" if has_default else name
 
 
+def _tuple(kind: str, entries: list[str]) -> str:
+    return f"new({kind}, ({', '.join(entries)},))"
+
+
 def _function(
-    parameters: list[str], arguments: list[str], target: Callable[..., Any]
-) -> Callable[..., Any]:
-    """`lambda parameters: target(arguments)`.
+    parameters: list[str], arguments: str, target: Callable[..., R], known: dict[str, Any]
+) -> Callable[..., R]:
+    """`lambda parameters: target(arguments)`, where `known` types may be named.
 
     It is compiled from text: a loop over the arguments costs each call several times as much. torch.compile also traces
     such a function without a guard on every name in it.
     """
-    known = {kind.__name__: kind for kind in _VALUES}
-    source = f"lambda {', '.join(parameters)}: target({', '.join(arguments)})"
+    source = f"lambda {', '.join(parameters)}: target({arguments})"
     return eval(source, {"target": target, "new": tuple.__new__, **known})
 
 
-class _Parameter(NamedTuple):
-    """A parameter of an op: the value type that it has, if any, and whether it may be None."""
+class _Field(NamedTuple):
+    """One of an op's arguments: the value type that it has, if any, and whether it may be None."""
 
     name: str
     value: Any
     optional: bool
 
 
-def _parameters(function: Callable[..., Any]) -> list[_Parameter]:
-    hints = typing.get_type_hints(function)
+def _fields(arguments: Any) -> list[_Field]:
     found = []
-    for name in inspect.signature(function).parameters:
-        kinds = _kinds(hints[name])
+    for name, hint in typing.get_type_hints(arguments).items():
+        kinds = _kinds(hint)
         value = next((kind for kind in kinds if hasattr(kind, "_fields")), None)
-        found.append(_Parameter(name, value, type(None) in kinds))
+        found.append(_Field(name, value, type(None) in kinds))
     return found
 
 
@@ -168,40 +200,40 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if is_union else (hint,)
 
 
-def _flat_name(parameter: str, field_name: str, names: dict[str, str]) -> str:
-    pattern = _BY_PARAMETER.get(field_name, names.get(field_name, field_name))
-    return pattern.format(parameter)
+def _flat_name(argument: str, part: str, names: dict[str, str]) -> str:
+    pattern = _BY_FIELD.get(part, names.get(part, part))
+    return pattern.format(argument)
 
 
-def _apart(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
-    """For each flat argument the expression that takes it out of the parameters."""
+def _apart(fields: list[_Field], flat: list[str], names: dict[str, str]) -> list[str]:
+    """For each flat argument the expression that takes it out of the op's arguments."""
     found = {}
-    for parameter, kind, optional in parameters:
+    for argument, kind, optional in fields:
         if kind is None:
-            found[parameter] = parameter
+            found[argument] = argument
             continue
         absent = _ABSENT[kind] if optional else (None,) * len(kind._fields)
-        for name, value in zip(kind._fields, absent, strict=True):
-            taken = f"{parameter}.{name}"
-            given = f"({value!r} if {parameter} is None else {taken})" if optional else taken
-            found[_flat_name(parameter, name, names)] = given
+        for part, value in zip(kind._fields, absent, strict=True):
+            taken = f"{argument}.{part}"
+            given = f"({value!r} if {argument} is None else {taken})" if optional else taken
+            found[_flat_name(argument, part, names)] = given
     return [found[name] for name in flat]
 
 
-def _together(parameters: list[_Parameter], flat: list[str], names: dict[str, str]) -> list[str]:
-    """For each parameter the expression that makes it of the flat arguments."""
+def _together(fields: list[_Field], flat: list[str], names: dict[str, str]) -> list[str]:
+    """For each of the op's arguments the expression that makes it of the flat ones."""
     found = []
-    for parameter, kind, optional in parameters:
+    for argument, kind, optional in fields:
         if kind is None:
-            found.append(parameter)
+            found.append(argument)
             continue
-        known = {name: _flat_name(parameter, name, names) for name in kind._fields}
-        given = []
-        for name, argument in known.items():
-            default = kind._field_defaults.get(name)
-            as_it_is = f"tuple({argument})" if default == () else argument  # torch makes lists
-            given.append(as_it_is if argument in flat else repr(default))
-        made = f"new({kind.__name__}, ({', '.join(given)},))"
+        known = {part: _flat_name(argument, part, names) for part in kind._fields}
+        parts = []
+        for part, name in known.items():
+            default = kind._field_defaults.get(part)
+            as_it_is = f"tuple({name})" if default == () else name  # torch makes lists
+            parts.append(as_it_is if name in flat else repr(default))
+        made = _tuple(kind.__name__, parts)
         found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
     return found
 

@@ -5,9 +5,9 @@
     dx = dresidual + rstd · (g − h · mean(g ⊙ h))      g = dnormed ⊙ weight      h = x · rstd
     dweight = Σ_rows dnormed ⊙ h
 
-x, normed, dnormed, dresidual and dx [M, K] are of one dtype. weight is [K], rstd fp32 [M], dweight fp32 [K]. x8 [M, K]
-is e4m3 bytes. The arithmetic is fp32's, with one rounding when a result is stored. Forward also rounds h before it
-multiplies by the weight, as Transformers' LlamaRMSNorm does. What is quantized is normed as stored, kept or not.
+normed and dx are [M, K] of x's dtype, dweight is fp32 [K], x8 [M, K] e4m3 bytes. The arithmetic is fp32's, with one
+rounding when a result is stored. Forward also rounds h before it multiplies by the weight, as Transformers'
+LlamaRMSNorm does. What is quantized is normed as stored, kept or not.
 
 Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and writes what is asked for. In bf16 that is 3MK
 bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes the
@@ -27,6 +27,7 @@ norm is trained, takes two more kernels and another 4MK bytes.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,55 +43,48 @@ from lorakernels.values import Scaling
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: Scaling | None,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
-    """(normed [M, K] or empty unless `keep`, x8 [M, K] and scale_inv [1] or empty without a scaling, rstd fp32 [M]).
+class Norm(NamedTuple):
+    """x is [M, K] in fp32, bf16 or fp16, weight [K]. `keep`: normed is a result, too.
 
     `power_of_two`, given without a scaling, has scale_inv [⌈K/128⌉, M] for each 1 × 128, as `quantize_blocks` has it.
+    """
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    scaling: Scaling | None
+    keep: bool
+    power_of_two: bool | None = None
+
+
+def reference(a: Norm) -> Results:
+    """(normed [M, K] or empty unless `keep`, x8 [M, K] and scale_inv [1] or empty without a scaling, rstd fp32 [M]).
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(x, weight, eps, scaling, keep, power_of_two)
+    check(a)
+    x = a.x
     wide = x.float()
-    rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + eps)
+    rstd = torch.rsqrt(wide.square().mean(1, keepdim=True) + a.eps)
     h = (wide * rstd).to(x.dtype)
-    normed = (weight.float() * h.float()).to(x.dtype).contiguous()
-    x8, scale_inv = quantize_by(normed, scaling, E4M3, power_of_two)
-    return normed if keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
+    normed = (a.weight.float() * h.float()).to(x.dtype).contiguous()
+    x8, scale_inv = quantize_by(normed, a.scaling, E4M3, a.power_of_two)
+    return normed if a.keep else x.new_empty(0), x8, scale_inv, rstd.view(-1)
 
 
-def fake(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: Scaling | None,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
-    normed = empty(x, *(x.shape if keep else (0,)))
+def fake(a: Norm) -> Results:
+    x = a.x
+    normed = empty(x, *(x.shape if a.keep else (0,)))
     rstd = empty(x, x.shape[0], dtype=torch.float32)
-    return normed, *fake_quantized(x, scaling, power_of_two), rstd
+    return normed, *fake_quantized(x, a.scaling, a.power_of_two), rstd
 
 
-def check(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: Scaling | None,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> None:
+def check(a: Norm) -> None:
     """TypeError or ValueError unless x is [M, K] and weight [K], on one device, of dtypes that are computed in."""
-    _check_operands(x, weight)
-    checks.state(scaling, x.device)
-    checks.one_recipe(scaling, power_of_two)
+    _check_operands(a.x, a.weight)
+    checks.state(a.scaling, a.x.device)
+    checks.one_recipe(a.scaling, a.power_of_two)
 
 
 def _check_operands(x: Tensor, weight: Tensor) -> None:
@@ -99,16 +93,9 @@ def _check_operands(x: Tensor, weight: Tensor) -> None:
     checks.vector("weight", weight, x.shape[1], x.device)
 
 
-def why_not_triton(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: Scaling | None,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> str | None:
+def why_not_triton(a: Norm) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return _why_not_columns(x) or why_not_layer_kernel(x=x, weight=weight)
+    return _why_not_columns(a.x) or why_not_layer_kernel(x=a.x, weight=a.weight)
 
 
 def _why_not_columns(x: Tensor) -> str | None:
@@ -116,19 +103,12 @@ def _why_not_columns(x: Tensor) -> str | None:
     return f"K = {x.shape[1]} is above {MAX_NORM_COLUMNS}" if too_many else None
 
 
-def by_triton(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    scaling: Scaling | None,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_triton(a: Norm) -> Results:
     """One read of x. rstd's sum is in another, fixed order than the reference's; x8 is normed's, bit for bit."""
     from lorakernels.kernels.triton import rms_norm
 
-    with torch.cuda.device(x.device):
-        return rms_norm.rms_norm_quantize(x, weight, eps, scaling, keep, power_of_two)
+    with torch.cuda.device(a.x.device):
+        return rms_norm.rms_norm_quantize(*a)
 
 
 chosen = partial(chosen_layer_kernel, f"one read, K ≤ {MAX_NORM_COLUMNS}; else PyTorch's")
@@ -136,6 +116,7 @@ chosen = partial(chosen_layer_kernel, f"one read, K ≤ {MAX_NORM_COLUMNS}; else
 rms_norm_quantize = define(
     Op(
         "rms_norm_quantize",
+        Norm,
         reference,
         fake,
         check,
@@ -147,55 +128,48 @@ rms_norm_quantize = define(
 )
 
 
-def reference_backward(
-    dnormed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
+class NormBackward(NamedTuple):
+    """dnormed, x and dresidual are [M, K] of one dtype, weight is [K], rstd fp32 [M]."""
+
+    dnormed: Tensor
+    x: Tensor
+    weight: Tensor
+    rstd: Tensor
+    dresidual: Tensor | None
+    weight_grad: bool
+
+
+def reference_backward(a: NormBackward) -> tuple[Tensor, Tensor]:
     """(dx [M, K] in x's dtype, dweight fp32 [K] or empty).
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check_backward(dnormed, x, weight, rstd, dresidual, weight_grad)
-    wide = dnormed.float()
-    h = x.float() * rstd.view(-1, 1)
-    g = wide * weight.float()
-    dx = rstd.view(-1, 1) * (g - h * (g * h).mean(1, keepdim=True))
-    if dresidual is not None:
-        dx = dx + dresidual.float()
-    dweight = (wide * h).sum(0) if weight_grad else torch.empty(0, device=x.device)
+    check_backward(a)
+    x = a.x
+    wide = a.dnormed.float()
+    h = x.float() * a.rstd.view(-1, 1)
+    g = wide * a.weight.float()
+    dx = a.rstd.view(-1, 1) * (g - h * (g * h).mean(1, keepdim=True))
+    if a.dresidual is not None:
+        dx = dx + a.dresidual.float()
+    dweight = (wide * h).sum(0) if a.weight_grad else torch.empty(0, device=x.device)
     return dx.to(x.dtype).contiguous(), dweight
 
 
-def fake_backward(
-    dnormed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    return empty(x, *x.shape), empty(x, x.shape[1] if weight_grad else 0, dtype=torch.float32)
+def fake_backward(a: NormBackward) -> tuple[Tensor, Tensor]:
+    x = a.x
+    return empty(x, *x.shape), empty(x, x.shape[1] if a.weight_grad else 0, dtype=torch.float32)
 
 
-def check_backward(
-    dnormed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    weight_grad: bool,
-) -> None:
+def check_backward(a: NormBackward) -> None:
     """TypeError or ValueError unless dnormed and dresidual are like x [M, K], weight is [K] and rstd float32 [M]."""
-    _check_operands(x, weight)
-    for name, tensor in (("dnormed", dnormed), ("dresidual", dresidual)):
+    x = a.x
+    _check_operands(x, a.weight)
+    for name, tensor in (("dnormed", a.dnormed), ("dresidual", a.dresidual)):
         if tensor is not None:
             _check_like_x(name, tensor, x)
-    checks.vector("rstd", rstd, x.shape[0], x.device, torch.float32)
+    checks.vector("rstd", a.rstd, x.shape[0], x.device, torch.float32)
 
 
 def _check_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
@@ -207,37 +181,26 @@ def _check_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
         )
 
 
-def why_not_triton_backward(
-    dnormed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    weight_grad: bool,
-) -> str | None:
+def why_not_triton_backward(a: NormBackward) -> str | None:
     """None if Triton's kernels take these tensors; otherwise the reason why not."""
-    tensors = {"x": x, "dnormed": dnormed, "weight": weight, "rstd": rstd, "dresidual": dresidual}
-    return _why_not_columns(x) or why_not_layer_kernel(**tensors)
+    dnormed, x, weight, rstd, dresidual, _ = a
+    return _why_not_columns(x) or why_not_layer_kernel(
+        x=x, dnormed=dnormed, weight=weight, rstd=rstd, dresidual=dresidual
+    )
 
 
-def by_triton_backward(
-    dnormed: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dresidual: Tensor | None,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def by_triton_backward(a: NormBackward) -> tuple[Tensor, Tensor]:
     """One read of each. The order in which dweight is summed depends on the shape and the GPU alone."""
     from lorakernels.kernels.triton import rms_norm
 
-    with torch.cuda.device(x.device):
-        return rms_norm.rms_norm_backward(dnormed, x, weight, rstd, dresidual, weight_grad)
+    with torch.cuda.device(a.x.device):
+        return rms_norm.rms_norm_backward(*a)
 
 
 rms_norm_backward = define(
     Op(
         "rms_norm_backward",
+        NormBackward,
         reference_backward,
         fake_backward,
         check_backward,

@@ -4,8 +4,7 @@
     out₁ = x₁ cos₁ − x₂ sin₁      out₂ = x₂ cos₂ + x₁ sin₂      a head's halves, as in Transformers' `rotate_half`
     dx₁ = d₁ cos₁ + d₂ sin₂       dx₂ = d₂ cos₂ − d₁ sin₁
 
-qkv and dqkv are [M, (H + 2 Hk) D], cos and sin [T, D], multiplier fp32 [3]. dq [B, H, T, D], dk and dv [B, Hk, T, D]
-may have any strides, if the last one is 1. The arithmetic is fp32's, with one rounding when a result is stored.
+dqkv is [M, (H + 2 Hk) D]. The arithmetic is fp32's, with one rounding when a result is stored.
 
 Each way is one kernel (kernels/triton/rope_qkv.py). Forward turns q and k in place and moves 4M(H + Hk)D bytes in bf16.
 Backward gathers what attention's backward left, turns q and k back and multiplies by the ratios of the weights' scales.
@@ -16,6 +15,7 @@ With the bytes of dqkv in blocks of 128 beside it, it moves M(H + 2 Hk)D bytes m
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +24,29 @@ from lorakernels.numerics.blocks import quantize_rows
 from lorakernels.numerics.fp8 import FP8_MAX
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
+from lorakernels.ops.quantize_blocks import Blocks
 from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 
 
-def reference(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+class Rope(NamedTuple):
+    """qkv is [M, (H + 2 Hk) D] for H = `num_heads` and Hk = `num_kv_heads`; cos and sin are [T, D], and T divides M."""
+
+    qkv: Tensor
+    cos: Tensor
+    sin: Tensor
+    num_heads: int
+    num_kv_heads: int
+
+
+def reference(a: Rope) -> None:
     """q's and k's columns of qkv turned in place; row m by cos and sin of row m mod T.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(qkv, cos, sin, num_heads, num_kv_heads)
+    check(a)
+    qkv, cos, sin, num_heads, num_kv_heads = a
     turned = num_heads + num_kv_heads
     heads = qkv.view(qkv.shape[0], turned + num_kv_heads, cos.shape[1])[:, :turned]
     c1, c2, s1, s2 = _angles(cos, sin, qkv.shape[0])
@@ -49,12 +61,13 @@ def _angles(cos: Tensor, sin: Tensor, rows: int) -> tuple[Tensor, ...]:
     return tuple(half[row].unsqueeze(1) for half in halves)
 
 
-def fake(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+def fake(a: Rope) -> None:
     return None
 
 
-def check(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+def check(a: Rope) -> None:
     """TypeError or ValueError unless qkv is [M, (H + 2 Hk) D] and cos, sin are [T, D] for a T that divides M."""
+    qkv, cos, sin, num_heads, num_kv_heads = a
     checks.matrix("qkv", qkv)
     checks.floats("qkv", qkv)
     heads = num_heads + 2 * num_kv_heads
@@ -84,24 +97,23 @@ def _check_angles(cos: Tensor, sin: Tensor, rows: int, dim: int, device: torch.d
         raise ValueError(f"D must be even, found {dim}")
 
 
-def why_not_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int
-) -> str | None:
+def why_not_triton(a: Rope) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_layer_kernel(qkv=qkv, cos=cos, sin=sin)
+    return why_not_layer_kernel(qkv=a.qkv, cos=a.cos, sin=a.sin)
 
 
-def by_triton(qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int) -> None:
+def by_triton(a: Rope) -> None:
     """One kernel; the reference's bits but for fused multiply-adds."""
     from lorakernels.kernels.triton import rope_qkv
 
-    with torch.cuda.device(qkv.device):
-        rope_qkv.rope_qkv_(qkv, cos, sin, num_heads, num_kv_heads)
+    with torch.cuda.device(a.qkv.device):
+        rope_qkv.rope_qkv_(*a)
 
 
 rope_qkv_ = define(
     Op(
         "rope_qkv_",
+        Rope,
         reference,
         fake,
         check,
@@ -112,36 +124,46 @@ rope_qkv_ = define(
 )
 
 
-def reference_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> Tensor:
-    """dqkv [M, (H + 2 Hk) D] of dq [B, H, T, D], dk and dv [B, Hk, T, D]: turned back, times multiplier [3]. M = B T.
+class RopeBackward(NamedTuple):
+    """dq is [B, H, T, D], dk and dv are [B, Hk, T, D], cos and sin [T, D], multiplier is fp32 [3].
+
+    dq, dk and dv may have any strides, if the last one is 1.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    cos: Tensor
+    sin: Tensor
+    multiplier: Tensor
+
+
+def reference_backward(a: RopeBackward) -> Tensor:
+    """dqkv [M, (H + 2 Hk) D] of dq, dk and dv: turned back, times multiplier. M = B T.
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device does not fit.
     """
-    check_backward(dq, dk, dv, cos, sin, multiplier)
+    check_backward(a)
+    dq = a.dq
     rows, dim = dq.shape[0] * dq.shape[2], dq.shape[3]
-    c1, c2, s1, s2 = _angles(cos, sin, rows)
-    parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, dk, dv)]
+    c1, c2, s1, s2 = _angles(a.cos, a.sin, rows)
+    parts = [d.transpose(1, 2).reshape(rows, d.shape[1], dim).float() for d in (dq, a.dk, a.dv)]
     for i in range(2):
         d1, d2 = parts[i].chunk(2, -1)
         parts[i] = torch.cat((d1 * c1 + d2 * s2, d2 * c2 - d1 * s1), -1)
-    scaled = [part * factor for part, factor in zip(parts, multiplier, strict=True)]
+    scaled = [part * factor for part, factor in zip(parts, a.multiplier, strict=True)]
     return torch.cat(scaled, 1).flatten(1).to(dq.dtype)
 
 
-def fake_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> Tensor:
-    batch, heads, tokens, dim = dq.shape
-    return empty(dq, batch * tokens, (heads + 2 * dk.shape[1]) * dim)
+def fake_backward(a: RopeBackward) -> Tensor:
+    batch, heads, tokens, dim = a.dq.shape
+    return empty(a.dq, batch * tokens, (heads + 2 * a.dk.shape[1]) * dim)
 
 
-def check_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> None:
+def check_backward(a: RopeBackward) -> None:
     """TypeError or ValueError unless dq, dk and dv are of one dtype, their last dimension contiguous, and all fits."""
+    dq, dk, dv, cos, sin, multiplier = a
     for name, tensor in (("dq", dq), ("dk", dk), ("dv", dv)):
         _check_grad(name, tensor, dq)
     batch, _, tokens, dim = dq.shape
@@ -167,28 +189,25 @@ def _check_grad(name: str, tensor: Tensor, dq: Tensor) -> None:
         )
 
 
-def why_not_triton_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> str | None:
+def why_not_triton_backward(a: RopeBackward) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    if dq.numel() == 0:
+    if a.dq.numel() == 0:
         return "dq has no elements"
-    return why_not_layer_kernel(cos=cos, sin=sin, multiplier=multiplier)
+    return why_not_layer_kernel(cos=a.cos, sin=a.sin, multiplier=a.multiplier)
 
 
-def by_triton_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, multiplier: Tensor
-) -> Tensor:
+def by_triton_backward(a: RopeBackward) -> Tensor:
     """One kernel; the reference's bits but for fused multiply-adds."""
     from lorakernels.kernels.triton import rope_qkv
 
-    with torch.cuda.device(dq.device):
-        return rope_qkv.rope_qkv_backward(dq, dk, dv, cos, sin, multiplier)
+    with torch.cuda.device(a.dq.device):
+        return rope_qkv.rope_qkv_backward(*a)
 
 
 rope_qkv_backward = define(
     Op(
         "rope_qkv_backward",
+        RopeBackward,
         reference_backward,
         fake_backward,
         check_backward,
@@ -201,96 +220,69 @@ rope_qkv_backward = define(
 )
 
 
-def reference_quantize(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    multiplier: Tensor,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+class RopeBackwardQuantize(NamedTuple):
+    """As `RopeBackward`; `fp8_dtype` is e4m3 or e5m2, and with `power_of_two` scales are powers of two."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    cos: Tensor
+    sin: Tensor
+    multiplier: Tensor
+    fp8_dtype: torch.dtype
+    power_of_two: bool
+
+
+def reference_quantize(a: RopeBackwardQuantize) -> tuple[Tensor, Tensor, Tensor]:
     """(dqkv as `rope_qkv_backward` has it, its bytes and scale_inv as `quantize_blocks` has them).
 
     Raises:
         TypeError, ValueError: a dtype, shape, stride or device does not fit.
     """
-    check_quantize(dq, dk, dv, cos, sin, multiplier, fp8_dtype, power_of_two)
-    dqkv = reference_backward(dq, dk, dv, cos, sin, multiplier)
-    d8, scale_inv = quantize_rows(dqkv, fp8_dtype, power_of_two)
+    check_quantize(a)
+    dqkv = reference_backward(_alone(a))
+    d8, scale_inv = quantize_rows(dqkv, a.fp8_dtype, a.power_of_two)
     assert scale_inv is not None
     return dqkv, d8, scale_inv
 
 
-def fake_quantize(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    multiplier: Tensor,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dqkv = fake_backward(dq, dk, dv, cos, sin, multiplier)
-    return dqkv, *fake_quantized(dqkv, None, power_of_two)
+def _alone(a: RopeBackwardQuantize) -> RopeBackward:
+    return RopeBackward(*a[:6])
 
 
-def check_quantize(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    multiplier: Tensor,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-) -> None:
+def fake_quantize(a: RopeBackwardQuantize) -> tuple[Tensor, Tensor, Tensor]:
+    dqkv = fake_backward(_alone(a))
+    return dqkv, *fake_quantized(dqkv, None, a.power_of_two)
+
+
+def check_quantize(a: RopeBackwardQuantize) -> None:
     """As `check_backward`; TypeError unless `fp8_dtype` is e4m3 or e5m2."""
-    check_backward(dq, dk, dv, cos, sin, multiplier)
-    if fp8_dtype not in FP8_MAX:
-        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {fp8_dtype}")
+    check_backward(_alone(a))
+    if a.fp8_dtype not in FP8_MAX:
+        raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {a.fp8_dtype}")
 
 
-def why_not_triton_quantize(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    multiplier: Tensor,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-) -> str | None:
+def why_not_triton_quantize(a: RopeBackwardQuantize) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_triton_backward(dq, dk, dv, cos, sin, multiplier)
+    return why_not_triton_backward(_alone(a))
 
 
-def by_triton_quantize(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    multiplier: Tensor,
-    fp8_dtype: torch.dtype,
-    power_of_two: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def by_triton_quantize(a: RopeBackwardQuantize) -> tuple[Tensor, Tensor, Tensor]:
     """As `by_triton_backward`, with the bytes of its dqkv, bit for bit. Heads that share blocks take a kernel more."""
     from lorakernels.kernels.triton import rope_qkv
 
-    gradients, heads = (dq, dk, dv, cos, sin, multiplier), (dq.shape[3], dq.shape[1], dk.shape[1])
-    with torch.cuda.device(dq.device):
-        if rope_qkv.has_whole_blocks(*heads):
-            return rope_qkv.rope_qkv_backward_quantize(*gradients, fp8_dtype, power_of_two)
-        dqkv = rope_qkv.rope_qkv_backward(*gradients)
-    return dqkv, *quantize_blocks(dqkv, fp8_dtype, power_of_two)
+    _, heads, _, dim = a.dq.shape
+    with torch.cuda.device(a.dq.device):
+        if rope_qkv.has_whole_blocks(dim, heads, a.dk.shape[1]):
+            return rope_qkv.rope_qkv_backward_quantize(*a)
+        dqkv = rope_qkv.rope_qkv_backward(*_alone(a))
+    return dqkv, *quantize_blocks(Blocks(dqkv, a.fp8_dtype, a.power_of_two))
 
 
 rope_qkv_backward_quantize = define(
     Op(
         "rope_qkv_backward_quantize",
+        RopeBackwardQuantize,
         reference_quantize,
         fake_quantize,
         check_quantize,

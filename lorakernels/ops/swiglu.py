@@ -20,6 +20,7 @@ their scales in the same pass. Blocks of the gradient need a pass of their own u
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from lorakernels.numerics.fp8 import E4M3, scale_that_tells
 from lorakernels.numerics.gate_up import halves, packed, packed_scales
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, chosen_layer_kernel, why_not_layer_kernel
+from lorakernels.ops.quantize_blocks import Blocks
 from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Scaled, Scaling
@@ -37,27 +39,34 @@ Results = tuple[Tensor, Tensor, Tensor]
 Packed = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def reference(
-    gate_up: Scaled,
-    scaling: Scaling | None,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+class Swiglu(NamedTuple):
+    """gate_up is [M, 2F], plain, or the bytes that `swiglu_quantize_and_pack` returns, whose act is in `out_dtype`.
+
+    `keep`: act is a result, too. `power_of_two`, given without a scaling, has scale_inv [⌈F/128⌉, M] for each 1 × 128
+    of act, as `quantize_blocks` has it.
+    """
+
+    gate_up: Scaled
+    scaling: Scaling | None
+    keep: bool
+    out_dtype: torch.dtype | None = None
+    power_of_two: bool | None = None
+
+
+def reference(a: Swiglu) -> Results:
     """(act [M, F] or empty unless `keep`, a8 [M, F] and scale_inv [1] or empty without a scaling).
 
-    act is in the dtype of a plain gate_up, and in `out_dtype` where gate_up is the bytes that
-    `swiglu_quantize_and_pack` returns. `power_of_two`, given without a scaling, has scale_inv [⌈F/128⌉, M] for each
-    1 × 128 of act, as `quantize_blocks` has it.
+    act is in the dtype of a plain gate_up.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check(gate_up, scaling, keep, out_dtype, power_of_two)
-    gate, up = halves(gate_up)
-    act = (torch.nn.functional.silu(gate) * up).to(_dtype_of_act(gate_up, out_dtype)).contiguous()
-    a8, scale_inv = quantize_by(act, scaling, E4M3, power_of_two)
-    return act if keep else act.new_empty(0), a8, scale_inv
+    check(a)
+    gate, up = halves(a.gate_up)
+    dtype = _dtype_of_act(a.gate_up, a.out_dtype)
+    act = (torch.nn.functional.silu(gate) * up).to(dtype).contiguous()
+    a8, scale_inv = quantize_by(act, a.scaling, E4M3, a.power_of_two)
+    return act if a.keep else act.new_empty(0), a8, scale_inv
 
 
 def _dtype_of_act(gate_up: Scaled, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -67,30 +76,20 @@ def _dtype_of_act(gate_up: Scaled, out_dtype: torch.dtype | None) -> torch.dtype
     return out_dtype
 
 
-def fake(
-    gate_up: Scaled,
-    scaling: Scaling | None,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def fake(a: Swiglu) -> Results:
+    gate_up = a.gate_up
     rows, cols = gate_up.data.shape
-    act = empty(gate_up.data, rows, cols // 2, dtype=_dtype_of_act(gate_up, out_dtype))
-    return act if keep else empty(act, 0), *fake_quantized(act, scaling, power_of_two)
+    act = empty(gate_up.data, rows, cols // 2, dtype=_dtype_of_act(gate_up, a.out_dtype))
+    return act if a.keep else empty(act, 0), *fake_quantized(act, a.scaling, a.power_of_two)
 
 
-def check(
-    gate_up: Scaled,
-    scaling: Scaling | None,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    power_of_two: bool | None = None,
-) -> None:
+def check(a: Swiglu) -> None:
     """TypeError or ValueError unless gate_up is [M, 2F], plain, or e4m3 bytes with their scales and an out_dtype."""
+    gate_up = a.gate_up
     _check_columns(gate_up.data)
-    checks.state(scaling, gate_up.data.device)
-    checks.one_recipe(scaling, power_of_two)
-    _check_dtypes(gate_up, out_dtype)
+    checks.state(a.scaling, gate_up.data.device)
+    checks.one_recipe(a.scaling, a.power_of_two)
+    _check_dtypes(gate_up, a.out_dtype)
 
 
 def _check_columns(gate_up: Tensor) -> None:
@@ -128,30 +127,18 @@ def _check_scales(scale_inv: Tensor, gate_up: Tensor) -> None:
         raise TypeError(f"gate_up_scale_inv must be torch.float32, found {scale_inv.dtype}")
 
 
-def why_not_triton(
-    gate_up: Scaled,
-    scaling: Scaling | None,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    power_of_two: bool | None = None,
-) -> str | None:
+def why_not_triton(a: Swiglu) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_layer_kernel(gate_up=gate_up.data, gate_up_scale_inv=gate_up.scale_inv)
+    return why_not_layer_kernel(gate_up=a.gate_up.data, gate_up_scale_inv=a.gate_up.scale_inv)
 
 
-def by_triton(
-    gate_up: Scaled,
-    scaling: Scaling | None,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_triton(a: Swiglu) -> Results:
     """One read of gate_up. act is within fp32's rounding of the reference's; a8 is act's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
-    with torch.cuda.device(gate_up.data.device):
-        dtype = _dtype_of_act(gate_up, out_dtype)
-        return swiglu.swiglu_quantize(gate_up, scaling, keep, dtype, power_of_two)
+    with torch.cuda.device(a.gate_up.data.device):
+        dtype = _dtype_of_act(a.gate_up, a.out_dtype)
+        return swiglu.swiglu_quantize(a.gate_up, a.scaling, a.keep, dtype, a.power_of_two)
 
 
 chosen = partial(chosen_layer_kernel, "one read")
@@ -159,6 +146,7 @@ chosen = partial(chosen_layer_kernel, "one read")
 swiglu_quantize = define(
     Op(
         "swiglu_quantize",
+        Swiglu,
         reference,
         fake,
         check,
@@ -170,9 +158,16 @@ swiglu_quantize = define(
 )
 
 
-def reference_and_pack(
-    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
-) -> Packed:
+class SwigluAndPack(NamedTuple):
+    """gate_up is [M, 2F], plain; the others are as in `Swiglu`."""
+
+    gate_up: Tensor
+    scaling: Scaling | None
+    keep: bool
+    power_of_two: bool | None = None
+
+
+def reference_and_pack(a: SwigluAndPack) -> Packed:
     """What `swiglu_quantize` returns of a plain gate_up, and gate_up in e4m3: bytes [M, 2F] and their scale_inv.
 
     scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and those of up.
@@ -180,44 +175,42 @@ def reference_and_pack(
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    return *reference(Scaled(gate_up), scaling, keep, None, power_of_two), *packed(gate_up)
+    return *reference(_alone(a)), *packed(a.gate_up)
 
 
-def fake_and_pack(
-    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
-) -> Packed:
+def _alone(a: SwigluAndPack) -> Swiglu:
+    return Swiglu(Scaled(a.gate_up), a.scaling, a.keep, None, a.power_of_two)
+
+
+def fake_and_pack(a: SwigluAndPack) -> Packed:
+    gate_up = a.gate_up
     bytes_ = empty(gate_up, *gate_up.shape, dtype=torch.uint8)
     scale_inv = empty(gate_up, *packed_scales(*gate_up.shape), dtype=torch.float32)
-    return *fake(Scaled(gate_up), scaling, keep, None, power_of_two), bytes_, scale_inv
+    return *fake(_alone(a)), bytes_, scale_inv
 
 
-def check_and_pack(
-    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
-) -> None:
+def check_and_pack(a: SwigluAndPack) -> None:
     """TypeError or ValueError unless gate_up is a plain [M, 2F]."""
-    check(Scaled(gate_up), scaling, keep, None, power_of_two)
+    check(_alone(a))
 
 
-def why_not_triton_and_pack(
-    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
-) -> str | None:
+def why_not_triton_and_pack(a: SwigluAndPack) -> str | None:
     """None if Triton's kernel takes this tensor; otherwise the reason why not."""
-    return why_not_layer_kernel(gate_up=gate_up)
+    return why_not_layer_kernel(gate_up=a.gate_up)
 
 
-def by_triton_and_pack(
-    gate_up: Tensor, scaling: Scaling | None, keep: bool, power_of_two: bool | None = None
-) -> Packed:
+def by_triton_and_pack(a: SwigluAndPack) -> Packed:
     """As `by_triton`; gate_up's bytes are the reference's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
-    with torch.cuda.device(gate_up.device):
-        return swiglu.swiglu_quantize_and_pack(gate_up, scaling, keep, power_of_two)
+    with torch.cuda.device(a.gate_up.device):
+        return swiglu.swiglu_quantize_and_pack(*a)
 
 
 swiglu_quantize_and_pack = define(
     Op(
         "swiglu_quantize_and_pack",
+        SwigluAndPack,
         reference_and_pack,
         fake_and_pack,
         check_and_pack,
@@ -231,57 +224,51 @@ swiglu_quantize_and_pack = define(
 )
 
 
-def reference_grad(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
+class SwigluGrad(NamedTuple):
+    """dact is [M, F], gate_up as in `Swiglu`, multiplier fp32 [2]. `keep`: dgate_up is a result, too.
+
+    `power_of_two`, given without a scaling, has scale_inv [⌈2F/128⌉, M] for each 1 × 128.
+    """
+
+    dact: Tensor
+    gate_up: Scaled
+    multiplier: Tensor
+    scaling: Scaling | None
+    fp8_dtype: torch.dtype
+    keep: bool
+    power_of_two: bool | None = None
+
+
+def reference_grad(a: SwigluGrad) -> Results:
     """(dgate_up [M, 2F] or empty unless `keep`, d8 [M, 2F] and scale_inv [1] or empty without a scaling).
 
-    dgate_up is in dact's dtype. `power_of_two`, given without a scaling, has scale_inv [⌈2F/128⌉, M] for each 1 × 128.
+    dgate_up is in dact's dtype.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
-    check_grad(dact, gate_up, multiplier, scaling, fp8_dtype, keep, power_of_two)
-    gate, up = halves(gate_up)
+    check_grad(a)
+    dact = a.dact
+    gate, up = halves(a.gate_up)
     wide, sigmoid = dact.float(), torch.sigmoid(gate)
     dgate = wide * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     dup = wide * (gate * sigmoid)
-    dgate_up = torch.cat((dgate * multiplier[0], dup * multiplier[1]), 1).to(dact.dtype)
-    d8, scale_inv = quantize_by(dgate_up, scaling, fp8_dtype, power_of_two)
-    if power_of_two is None:  # else each block tells by itself
+    dgate_up = torch.cat((dgate * a.multiplier[0], dup * a.multiplier[1]), 1).to(dact.dtype)
+    d8, scale_inv = quantize_by(dgate_up, a.scaling, a.fp8_dtype, a.power_of_two)
+    if a.power_of_two is None:  # else each block tells by itself
         scale_inv = scale_that_tells(dgate_up, scale_inv)
-    return dgate_up if keep else dact.new_empty(0), d8, scale_inv
+    return dgate_up if a.keep else dact.new_empty(0), d8, scale_inv
 
 
-def fake_grad(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
-    dgate_up = empty(dact, *gate_up.data.shape)
-    return dgate_up if keep else empty(dact, 0), *fake_quantized(dgate_up, scaling, power_of_two)
+def fake_grad(a: SwigluGrad) -> Results:
+    dgate_up = empty(a.dact, *a.gate_up.data.shape)
+    quantized = fake_quantized(dgate_up, a.scaling, a.power_of_two)
+    return dgate_up if a.keep else empty(a.dact, 0), *quantized
 
 
-def check_grad(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> None:
+def check_grad(a: SwigluGrad) -> None:
     """TypeError or ValueError unless dact is [M, F], gate_up as `check` takes it, and multiplier float32 [2]."""
+    dact, gate_up = a.dact, a.gate_up
     checks.floats("dact", dact)
     data = gate_up.data
     if gate_up.scale_inv is None and dact.dtype != data.dtype:
@@ -293,49 +280,37 @@ def check_grad(
         raise ValueError(
             f"dact must be {expected} on {data.device}, found {tuple(dact.shape)} on {dact.device}"
         )
-    checks.vector("multiplier", multiplier, 2, dact.device, torch.float32)
-    checks.state(scaling, dact.device, "state_dy")
-    checks.one_recipe(scaling, power_of_two)
+    checks.vector("multiplier", a.multiplier, 2, dact.device, torch.float32)
+    checks.state(a.scaling, dact.device, "state_dy")
+    checks.one_recipe(a.scaling, a.power_of_two)
 
 
-def why_not_triton_grad(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> str | None:
+def why_not_triton_grad(a: SwigluGrad) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    tensors = {"dact": dact, "gate_up": gate_up.data, "gate_up_scale_inv": gate_up.scale_inv}
-    return why_not_layer_kernel(**tensors, multiplier=multiplier)
+    data, scale_inv = a.gate_up
+    return why_not_layer_kernel(
+        dact=a.dact, gate_up=data, gate_up_scale_inv=scale_inv, multiplier=a.multiplier
+    )
 
 
-def by_triton_grad(
-    dact: Tensor,
-    gate_up: Scaled,
-    multiplier: Tensor,
-    scaling: Scaling | None,
-    fp8_dtype: torch.dtype,
-    keep: bool,
-    power_of_two: bool | None = None,
-) -> Results:
+def by_triton_grad(a: SwigluGrad) -> Results:
     """One read of each. dgate_up is within fp32's rounding of the reference's; d8 is dgate_up's, bit for bit."""
     from lorakernels.kernels.triton import swiglu
 
-    arguments = dact, gate_up, multiplier, scaling, fp8_dtype
+    dact, power_of_two = a.dact, a.power_of_two
     across = power_of_two is not None and dact.shape[1] % BLOCK > 0  # gate and up share a block
     with torch.cuda.device(dact.device):
         if not across:
-            return swiglu.swiglu_quantize_grad(*arguments, keep, power_of_two)
-        d, *_ = swiglu.swiglu_quantize_grad(*arguments, True)
-    return d if keep else dact.new_empty(0), *quantize_blocks(d, fp8_dtype, bool(power_of_two))
+            return swiglu.swiglu_quantize_grad(*a)
+        d, *_ = swiglu.swiglu_quantize_grad(*a._replace(keep=True, power_of_two=None))
+    blocks = Blocks(d, a.fp8_dtype, bool(power_of_two))
+    return d if a.keep else dact.new_empty(0), *quantize_blocks(blocks)
 
 
 swiglu_quantize_grad = define(
     Op(
         "swiglu_quantize_grad",
+        SwigluGrad,
         reference_grad,
         fake_grad,
         check_grad,

@@ -9,6 +9,7 @@ PyTorch's strided copy moves the same bytes one by one. The result is exact, as 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +21,35 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Sizes
 
 
-def reference(weight: Tensor) -> Tensor:
-    """[K, N], contiguous, in the dtype of `weight` [N, K].
+class Transpose(NamedTuple):
+    """weight is [N, K]."""
+
+    weight: Tensor
+
+
+def reference(a: Transpose) -> Tensor:
+    """[K, N], contiguous, in the dtype of `weight`.
 
     Raises:
         ValueError: `weight` is not a matrix.
     """
-    check(weight)
-    return weight.t().clone(memory_format=torch.contiguous_format)
+    check(a)
+    return a.weight.t().clone(memory_format=torch.contiguous_format)
 
 
-def fake(weight: Tensor) -> Tensor:
-    return empty(weight, weight.shape[1], weight.shape[0])
+def fake(a: Transpose) -> Tensor:
+    return empty(a.weight, a.weight.shape[1], a.weight.shape[0])
 
 
-def check(weight: Tensor) -> None:
+def check(a: Transpose) -> None:
     """ValueError if `weight` is not a matrix."""
-    if weight.dim() != 2:
-        raise ValueError(f"weight must be [N, K], found {list(weight.shape)}")
+    if a.weight.dim() != 2:
+        raise ValueError(f"weight must be [N, K], found {list(a.weight.shape)}")
 
 
-def why_not_csrc_kernel(weight: Tensor) -> str | None:
+def why_not_csrc_kernel(a: Transpose) -> str | None:
     """None if csrc's kernel takes this matrix; otherwise the reason why not."""
+    weight = a.weight
     if why_not := why_not_csrc(capability_of(weight.device)):
         return why_not
     if weight.element_size() != 1:
@@ -51,8 +59,9 @@ def why_not_csrc_kernel(weight: Tensor) -> str | None:
     return None
 
 
-def by_csrc(weight: Tensor) -> Tensor:
+def by_csrc(a: Transpose) -> Tensor:
     """One pass."""
+    weight = a.weight
     out = weight.new_empty(weight.shape[::-1])
     extension().transpose_fp8(out, weight, Sizes(*weight.shape), where(weight))
     return out
@@ -61,6 +70,7 @@ def by_csrc(weight: Tensor) -> Tensor:
 transpose_fp8 = define(
     Op(
         "transpose_fp8",
+        Transpose,
         reference,
         fake,
         check,

@@ -71,7 +71,7 @@ class Call(NamedTuple):
     """An op, and how its arguments are made of M rows. A product may have its own way and tile, for few blocks."""
 
     what: str
-    op: Op[..., object]
+    op: Op[..., Any, object]
     make: Callable[[Made], Arguments]
     rows: int
     how: str = ""
@@ -112,14 +112,14 @@ def blocks() -> Iterator[Call]:
             yield from _gradients(ops.fp8_block_grad_input, block_grads.Grad, "blocks", tile, rank)
 
 
-def _linear(op: Op[..., Any], form: Any, how: str, tile: tuple[int, int], rank: int) -> Call:
+def _linear(op: Op[..., Any, Any], form: Any, how: str, tile: tuple[int, int], rank: int) -> Call:
     half = {"out": FP16, "b": FP16, "bias": None} if rank == 64 else {}
     make = form(tile[1] + MORE_COLS, DEPTH, rank, **half)
     return Call(f"{how} {tile} r{rank}", op, make, tile[0] + MORE_ROWS, how, tile)
 
 
 def _gradients(
-    op: Op[..., Any], form: Any, how: str, tile: tuple[int, int], rank: int
+    op: Op[..., Any, Any], form: Any, how: str, tile: tuple[int, int], rank: int
 ) -> Iterator[Call]:
     """The mask drawn, given and none."""
     for mask in ("none", "drawn", "given")[: 3 if rank else 1]:
@@ -242,7 +242,7 @@ def run(call: Call, device: str = "cuda") -> str:
         taken = call.op.takes(*arguments)
         if taken.name not in ("csrc", "csrc, mask apart"):
             return ""
-        taken.run(*arguments)
+        taken.run(call.op.arguments(*arguments))
     return taken.name
 
 

@@ -117,7 +117,7 @@ def test_reference_equals_the_host(length: int, algo: str, way: str) -> None:
     expected = update_host(*before, algo, 1, current, gated)
     found = [state.clone() for state in before]
     most_recent = algo == "most_recent"
-    ops.amax_and_scale_update.reference(*found, current, gated, *MAXIMA, 1, most_recent)
+    ops.amax_and_scale_update.by_reference(*found, current, gated, *MAXIMA, 1, most_recent)
     for ours, truth in zip(found, expected, strict=True):
         same(ours, truth)
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_named(make, expected, device) -> None:  # type: ig
     tensors = [torch.ones(s, device=device) for s in ((3, 4), (3, 4), 8)]
     arguments = make(*tensors)
     op = ops.amax_and_scale_update
-    update = op.reference if "meta" in expected else op
+    update = op.by_reference if "meta" in expected else op
     with pytest.raises(ValueError, match=expected):
         update(*arguments, False, *MAXIMA, 0, False)
     assert all((t == 1).all() for t in tensors)

@@ -95,7 +95,7 @@ def compiled_for(capability: tuple[int, int]) -> Compiled:
                 taken[takes.name] += 1
                 wanted = taken[takes.name] <= CASES or capability == ALL_CASES
                 if "triton" in takes.name and wanted:
-                    takes.run(*arguments)
+                    takes.run(op.arguments(*arguments))
     return found
 
 

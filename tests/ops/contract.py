@@ -203,7 +203,7 @@ class Contract:
         large: makes a `Large` on a device; None where no kernel of ours counts elements of a large tensor.
     """
 
-    op: Op[..., Any]
+    op: Op[..., Any, Any]
     cases: Mapping[str, Case]
     bound: Bound
     shapes: Mapping[str, Case] = field(default_factory=dict)

@@ -115,7 +115,7 @@ class Stopped(TorchDispatchMode):
         raise Flat(args, kwargs or {})
 
 
-def flat(op: Op[..., Any], values: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def flat(op: Op[..., Any, Any], values: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
     with pytest.raises(Flat) as stopped, Stopped():
         op(*values)
     return stopped.value.args
@@ -193,7 +193,7 @@ def test_of_no_rows_it_gives_what_the_fake_and_the_reference_say(
     with FakeTensorMode() as mode:
         faked = tensors(op(*tree_map_only(Tensor, mode.from_tensor, values)))
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in faked]
-    assert_same([*found, *tensors(values)], tensors(op.reference(*twins), twins))
+    assert_same([*found, *tensors(values)], tensors(op.by_reference(*twins), twins))
 
 
 def writes(argument: Any) -> bool:
@@ -308,7 +308,10 @@ def test_what_a_hopper_gpu_runs(name: str) -> None:
     made = {case: each.arguments("cpu") for case, each in contract.cases.items()}
     first, *others = contract.op.implementations
     with dry_cuda():
-        reasons = {case: first.why_not(*arguments) for case, arguments in made.items()}
+        reasons = {
+            case: first.why_not(contract.op.arguments(*arguments))
+            for case, arguments in made.items()
+        }
         taken = {case: contract.op.takes(*arguments) for case, arguments in made.items()}
     for case, expected in contract.cases.items():
         if expected.why_not is None:
@@ -322,8 +325,8 @@ def test_what_a_hopper_gpu_runs(name: str) -> None:
 def test_what_this_gpu_runs(name: str, case: str) -> None:
     if capability(0) != (9, 0):
         pytest.skip("the cases say what a Hopper GPU takes")
-    expected, first = case_of(name, case), OPS[name].implementations[0]
-    reason = first.why_not(*expected.arguments("cuda"))
+    op, expected = OPS[name], case_of(name, case)
+    reason = op.implementations[0].why_not(op.arguments(*expected.arguments("cuda")))
     assert reason is None if expected.why_not is None else expected.why_not in (reason or "")
 
 
@@ -342,7 +345,7 @@ def test_refuses(name: str, what: str, how: str) -> None:
     is_meta = any(t.is_meta for t in tensors(given))
     run: Any = contract.op.run if how == "cuda" else contract.op
     if how == "cpu" and is_meta:  # the dispatcher would take it for a trace
-        run = contract.op.reference
+        run = contract.op.by_reference
     with pytest.raises(refusal.error, match=refusal.message):
         run(*given)
     assert is_meta or all(map(torch.equal, tensors(given), tensors(before)))
@@ -392,7 +395,8 @@ def run_interpreted() -> dict[str, tuple[Arguments, Arguments, tuple[Tensor, ...
         for name, case in INTERPRETED:
             arguments = case_of(name, case).arguments("cpu")
             before = cloned(arguments)
-            results = OPS[name].implementations[0].run(*arguments)
+            op = OPS[name]
+            results = op.implementations[0].run(op.arguments(*arguments))
             found[f"{name}: {case}"] = before, arguments, tuple(tensors(results))
     return found
 

@@ -89,6 +89,6 @@ def test_the_ops_take_it_by_capability(monkeypatch, capability, dtype, taken):
     u = ROUNDING.get(dtype, 2.0**-20)
     for op, arguments in calls.items():
         assert op.takes(*arguments).name == ("dequantized" if taken else "torch")
-        found, wanted = op.run(*arguments), op.reference(*arguments)
+        found, wanted = op.run(*arguments), op.by_reference(*arguments)
         off = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
         assert off <= 8 * u

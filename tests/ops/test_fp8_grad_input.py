@@ -12,7 +12,7 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.kernels import tune
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
-from lorakernels.ops.fp8_grad_input import by_csrc, why_not_csrc_kernel
+from lorakernels.ops.fp8_grad_input import GradInput, by_csrc, why_not_csrc_kernel
 from lorakernels.values import Scaled, Weight
 from tests.ops.cases.fp8_grad_input import Grad, bound
 from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, UINT8, Arguments, Call, Made, fault
@@ -32,7 +32,7 @@ def arguments(
 
 
 def run(call: Arguments) -> Tensor:
-    assert why_not_csrc_kernel(*call) is None
+    assert why_not_csrc_kernel(GradInput(*call)) is None
     return ops.fp8_grad_input(*call)
 
 
@@ -225,7 +225,7 @@ def test_it_writes_dx_and_nothing_around_it(
     expected = run(call)
     rooms: list[tuple[Tensor, int]] = []
     with between_guards(rooms):  # dx alone is allocated, and is NaN before
-        found = by_csrc(*call)
+        found = by_csrc(GradInput(*call))
     [(whole, count)] = rooms
     assert found.data_ptr() == whole.data_ptr() + GUARD and found.nbytes == count
     assert torch.equal(found, expected)

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lorakernels.ops.fp8_grad_input import by_csrc
+from lorakernels.ops.fp8_grad_input import GradInput, by_csrc
 from lorakernels.values import Dropout, Scaled, Weight
 from tests.kernels.bindings import call
 
@@ -26,7 +26,8 @@ def test_without_ds_lora_A_and_the_mask_are_not_looked_at(monkeypatch) -> None:
     monkeypatch.setattr(MODULE, "multiprocessors_of", lambda _: 132)
     dy, w, one = torch.zeros(4, 16).to(E5M2), torch.zeros(16, 32, dtype=torch.uint8), torch.ones(1)
     lora_A, slot = torch.zeros(4, 32, dtype=FP16), torch.tensor([1, 2])
-    by_csrc(Scaled(dy, one), E5M2, Weight(w, one), None, lora_A, Dropout(slot, 0.1, SITE), BF16)
+    operands, dropout = (Scaled(dy, one), E5M2, Weight(w, one)), Dropout(slot, 0.1, SITE)
+    by_csrc(GradInput(*operands, None, lora_A, dropout, BF16))
     (_, *factors), _, _, mask, sizes, (_, a_dtype, _), *_ = ran.fp8_grad_input.call_args.args
     assert (factors, mask, sizes.rank, a_dtype) == ([None, None], None, 0, "bfloat16")
 

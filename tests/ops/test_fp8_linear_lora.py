@@ -27,6 +27,7 @@ from tests.ops.cases.fp8_linear_lora import Linear, bound, diagonal
 from tests.ops.contract import BF16, FP16, FP32, Arguments, Call, Made
 
 HOPPER = (9, 0)
+operands = ops.fp8_linear_lora.arguments
 GUARD = 128  # elements; keeps 16-byte alignment
 
 
@@ -153,10 +154,10 @@ def test_like_float64_and_the_same_twice(case):
     problem = tune.Problem(case.m, case.n, case.k, case.rank)
     config = tune.choose(problem, HOPPER, 132)
     programs = tune.programs(config, problem, 132)
-    assert why_not_triton_kernel(*call) is None
+    assert why_not_triton_kernel(operands(*call)) is None
     buffer, expected = run(call, config, programs), exact(call)
     # cuBLASLt, then the bias, then LoRA: rounded up to three times
-    peer = float((by_cublaslt(*call).double() - expected).norm() / expected.norm())
+    peer = float((by_cublaslt(operands(*call)).double() - expected).norm() / expected.norm())
     # twice what PyTorch gets, and one rounding for where it happens to be exact
     assert error(buffer, expected) <= 2 * peer + torch.finfo(case.out).eps
     assert torch.equal(run(call, config, programs)[GUARD:-GUARD], buffer[GUARD:-GUARD])
@@ -180,8 +181,8 @@ def test_like_float64_and_the_same_twice(case):
 def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: dict[str, bool]) -> None:
     """Every tile shape, ragged in every direction; guards around y stay as they were."""
     call = arguments(case, "cuda", **more)
-    x, weight, bias, up, _, split, residual = call
-    assert why_not_csrc_kernel(*call) is None
+    split = operands(*call).split
+    assert why_not_csrc_kernel(operands(*call)) is None
     expected, found = exact(call), ops.fp8_linear_lora(*call)
     for shape in (None, *tune.CSRC_TILES["split" if split else "fast"]):
         with pytest.MonkeyPatch.context() as patch:
@@ -190,7 +191,7 @@ def test_csrc_s_kernel_like_float64_and_the_same_twice(case: Case, more: dict[st
             buffer, y = guarded(call)
             again = torch.empty_like(y)
             for out in (y, again):
-                launch_csrc(out, x, weight, bias, up, split, residual)
+                launch_csrc(out, operands(*call))
         assert torch.equal(y, again) and (shape is not None or torch.equal(y, found))
         # a rounding to the output's dtype (2⁻⁹ for bf16), and fast accumulation's 14 bits
         assert error(buffer, expected) < 4e-3
@@ -221,7 +222,7 @@ def test_every_configuration_any_number_of_programs(config):
 )
 def test_what_triton_s_kernel_cannot_take_is_named_and_right(change, reason):
     call = arguments(Case(40, 64, 96, 4, BF16, FP32, BF16, 2.0)._replace(**change), "cuda")
-    assert reason in why_not_triton_kernel(*call)
+    assert reason in why_not_triton_kernel(operands(*call))
     expected = exact(call)
     # three roundings to bf16 and fast accumulation
     y = ops.fp8_linear_lora(*call).double()
@@ -250,5 +251,5 @@ def test_zeros_that_are_left_out_change_no_bit(
     """They are added to an fp32 sum of the tensor cores."""
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     call = diagonal(144, *blocks, split=tile == (192, 128))(Made("cuda", 700))
-    assert why_not_csrc_kernel(*call) is None
+    assert why_not_csrc_kernel(operands(*call)) is None
     assert torch.equal(ops.fp8_linear_lora(*call), ops.fp8_linear_lora(*call[:-1]))

@@ -27,8 +27,9 @@ def test_a_forward_product(
     rows, n, k, rank = size
     x, weight, bias, up, *_ = Linear(n, k, rank, out=dtype)(Made(device.type, rows))
     whole = torch.full((BEFORE + rows + BEHIND, n), 7.0, device=device, dtype=dtype)
-    fp8_linear_lora_into(whole[BEFORE:-BEHIND], x, weight, bias, up)
-    assert whole[BEFORE:-BEHIND].equal(ops.fp8_linear_lora(x, weight, bias, up, dtype))
+    operands = ops.fp8_linear_lora.arguments(x, weight, bias, up, dtype)
+    fp8_linear_lora_into(whole[BEFORE:-BEHIND], operands)
+    assert whole[BEFORE:-BEHIND].equal(ops.fp8_linear_lora(*operands))
     assert bool((whole[:BEFORE] == 7).all() and (whole[-BEHIND:] == 7).all())
 
 
@@ -43,9 +44,9 @@ def test_a_backward_product(
     )
     moved = None if dropout is None else dropout._replace(row0=1000)
     whole = torch.full((BEFORE + rows + BEHIND, k), 7.0, device=device, dtype=dtype)
-    operands = (dy, fp8, weight, ds, lora_A, moved)
-    fp8_grad_input_into(whole[BEFORE:-BEHIND], *operands, split)
-    assert whole[BEFORE:-BEHIND].equal(ops.fp8_grad_input(*operands, dtype, split))
+    operands = ops.fp8_grad_input.arguments(dy, fp8, weight, ds, lora_A, moved, dtype, split)
+    fp8_grad_input_into(whole[BEFORE:-BEHIND], operands)
+    assert whole[BEFORE:-BEHIND].equal(ops.fp8_grad_input(*operands))
     assert bool((whole[:BEFORE] == 7).all() and (whole[-BEHIND:] == 7).all())
 
 
@@ -55,11 +56,11 @@ def test_csrc_writes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("csrc's FP8 GEMMs run on Hopper")
     rows, n, k, rank = SIZES[0]
-    x, weight, bias, up, *_ = Linear(n, k, rank, out=BF16)(Made("cuda", rows))
-    dy, fp8, w, ds, lora_A, dropout, _, split = Grad(k, n, rank)(Made("cuda", rows))
+    forward = ops.fp8_linear_lora.arguments(*Linear(n, k, rank, out=BF16)(Made("cuda", rows)))
+    backward = ops.fp8_grad_input.arguments(*Grad(k, n, rank)(Made("cuda", rows)))
     y, dx = (torch.empty(rows, cols, device="cuda", dtype=BF16) for cols in (n, k))
     for name in ("fp8_linear_lora", "fp8_grad_input"):
         module = sys.modules[f"lorakernels.ops.{name}"]
         monkeypatch.setattr(module, name, None)  # what a copy would come from
-    fp8_linear_lora_into(y, x, weight, bias, up)
-    fp8_grad_input_into(dx, dy, fp8, w, ds, lora_A, dropout, split)
+    fp8_linear_lora_into(y, forward)
+    fp8_grad_input_into(dx, backward)

@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import inspect
+import typing
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.ops import Scaled, SideBySide, Weight
-from lorakernels.ops.register import OPS
+from lorakernels.ops.register import OPS, Implementation
 
 # Saved graphs and exported programs hold these: a change of one breaks them.
 SCHEMAS = (
@@ -102,9 +105,28 @@ def test_every_op_has_its_schema_here():
 
 def test_an_op_shows_its_values_in_its_signature_and_its_name_in_errors():
     assert list(inspect.signature(ops.rms_norm_backward).parameters)[:2] == ["dnormed", "x"]
-    assert all(inspect.signature(op) == inspect.signature(op.reference) for op in OPS.values())
+    weight = inspect.Parameter("weight", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=Tensor)
+    assert inspect.signature(ops.transpose_fp8) == inspect.Signature(
+        [weight], return_annotation=Tensor
+    )
     with pytest.raises(TypeError, match=r"quantize_lora_down\(\) missing .*'lora_A'"):
         ops.quantize_lora_down(torch.zeros(1, 1))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_s_functions_take_its_arguments_as_one_tuple(name):
+    """What an op is called with is written in one place: the fields of a NamedTuple with a docstring."""
+    op: Any = OPS[name]
+    functions = [op.reference, op.fake, op.check]
+    for implementation in op.implementations:
+        functions += [implementation.run, implementation.why_not]
+    for function in functions:
+        if function is not Implementation.why_not:
+            [parameter] = inspect.signature(function).parameters
+            hint = typing.get_type_hints(function)[parameter]
+            assert op.arguments in (typing.get_args(hint) or (hint,)), function
+    assert tuple(inspect.signature(op).parameters) == op.arguments._fields
+    assert not op.arguments.__doc__.startswith(op.arguments.__name__)
 
 
 def test_differentiating_a_kernel_op_directly_raises():

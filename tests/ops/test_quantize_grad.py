@@ -16,7 +16,7 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.device import extension
 from lorakernels.numerics.fp8 import quantize
-from lorakernels.ops.quantize_grad import by_csrc, by_torch, why_not_csrc_kernel
+from lorakernels.ops.quantize_grad import Grad, by_csrc, by_torch, why_not_csrc_operands
 from lorakernels.values import Scaling, SideBySide, Up
 from tests.ops.cases.quantize_grad import SCALING, made, side_of, windows
 from tests.ops.contract import BF16, E5M2, FP16, FP32, Made
@@ -110,16 +110,16 @@ def test_why_side_by_side_goes_through_torch() -> None:
         mock.patch.object(MODULE, "capability_of", return_value=(9, 0)),
         mock.patch.object(MODULE, "why_not_wgmma", return_value=None),
     ):
-        assert why_not_csrc_kernel(dy, up) is None
+        assert why_not_csrc_operands(dy, up) is None
         for rows in ([648], [128, 520], [0, 128, 384, 136], [384, 264], [640, 0, 8]):
-            assert why_not_csrc_kernel(dy, up, SideBySide(rows, [8] * len(rows))) is None
+            assert why_not_csrc_operands(dy, up, SideBySide(rows, [8] * len(rows))) is None
         for rows, reason in (
             ([64, 584], "rows [64, 584] before the last must be multiples of 128"),
             ([128] * 4 + [136], "5 projections are more than 4"),
         ):
             side = SideBySide(rows, [8] * len(rows))
-            assert why_not_csrc_kernel(dy, up, side) == reason
-            assert why_not_csrc_kernel(dy, None, side) is None
+            assert why_not_csrc_operands(dy, up, side) == reason
+            assert why_not_csrc_operands(dy, None, side) is None
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,11 @@ def test_what_stands_side_by_side(rows: list[int], ranks: list[int], is_taken: b
     assert MODULE.side_by_side(SideBySide(rows, ranks)) == is_taken
 
 
-FORMS = {"reference": ops.quantize_grad.reference, "torch": by_torch, "op": ops.quantize_grad}
+FORMS = {
+    "reference": ops.quantize_grad.by_reference,
+    "torch": lambda *arguments: by_torch(Grad(*arguments)),
+    "op": ops.quantize_grad,
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -159,7 +163,7 @@ def test_side_by_side_equals_the_block_diagonal(
             b[cols] = torch.nan
     scaling = (Scaling(torch.ones(2, 2), 0, True), E5M2)
     dy = dy.to(dtype)
-    expected = ops.quantize_grad.reference(dy, Up(whole, s, 2.0), *scaling)
+    expected = ops.quantize_grad.by_reference(dy, Up(whole, s, 2.0), *scaling)
     dy8, _, ds, dB = FORMS[form](dy, Up(b, s, 2.0), *scaling, side)
     assert torch.equal(dy8, expected[0]) and torch.equal(ds, expected[2])
     assert ds.dtype == dtype and dB.dtype == FP32 and dB.shape == b.shape

@@ -56,7 +56,7 @@ def test_a_mask_is_handed_over_only_to_kernels_that_read_it(
     for module in (hardware, GRAD_A):
         monkeypatch.setattr(module, "why_not_csrc", lambda _: None)
     monkeypatch.setattr(hardware, "extension", lambda: built)
-    monkeypatch.setattr(MODULE, "why_not_csrc_kernel", lambda *_: None)
+    monkeypatch.setattr(MODULE, "why_not_csrc_operands", lambda *_: None)
     monkeypatch.setattr(MODULE, "capability_of", lambda _: (9, 0))
 
     def asked(

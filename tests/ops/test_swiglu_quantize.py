@@ -19,7 +19,7 @@ def test_a_block_that_is_not_finite_keeps_its_bytes(device):
     *_, packed, scale_inv = ops.swiglu_quantize_and_pack(gate_up, None, False)
     assert scale_inv.shape == (2, 9)
     assert (scale_inv == 1.0).nonzero().tolist() == [[0, 0], [0, 8], [1, 8]]
-    *_, want, _ = ops.swiglu_quantize_and_pack.reference(gate_up, None, False)
+    *_, want, _ = ops.swiglu_quantize_and_pack.by_reference(gate_up, None, False)
     assert same_bytes("packed", packed, want, E4M3).is_right()
     assert packed[0, 5] == 0x7E and packed[0, 4160] & 0x7F == 0x7F
 

@@ -83,8 +83,8 @@ def _directly(x: Tensor) -> Callable[..., Any]:
     The enclosing op's call has been through the dispatcher already.
     """
 
-    def run(op: Op[..., Any], *arguments: Any) -> Any:
-        return op.run(*arguments) if x.is_cuda else op.reference(*arguments)
+    def run(op: Op[..., Any, Any], *arguments: Any) -> Any:
+        return op.run(*arguments) if x.is_cuda else op.by_reference(*arguments)
 
     return run
 

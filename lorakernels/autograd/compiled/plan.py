@@ -88,7 +88,7 @@ def run_backward(
     return dx, dA, dB, dbias
 
 
-def _run(op: Op[..., Any], *arguments: Any) -> Any:
+def _run(op: Op[..., Any, Any], *arguments: Any) -> Any:
     return op.run(*arguments)
 
 

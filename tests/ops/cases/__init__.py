@@ -21,7 +21,7 @@ CHUNKS = RowChunks(1, 3, 3)  # of the second of three ranks
 
 def with_chunks(contract: Contract) -> Contract:
     """A contract of an op with dropout has a case of rows in chunks, and refuses what is no rank's chunks."""
-    if "dropout" not in inspect.signature(contract.op.reference).parameters:
+    if "dropout" not in inspect.signature(contract.op).parameters:
         return contract
     with torch.random.fork_rng(devices=[]):
         usual = next(

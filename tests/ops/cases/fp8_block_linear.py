@@ -55,7 +55,7 @@ def wide_weight(weight: Weight) -> Tensor:
 
 
 def near_block_gemm(
-    op: Op[..., Any], call: Call, exact: Tensor, size: Tensor, depth: int
+    op: Op[..., Any, Any], call: Call, exact: Tensor, size: Tensor, depth: int
 ) -> Checked:
     """One rounding at the store, and fp32 sums of `depth` products.
 
