@@ -326,7 +326,9 @@ def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
     ]
 
     def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in mutated]
+        written: list[Any] = []
+        if mutated:
+            written = [args[i] if i < len(args) else kwargs.get(name) for i, name in mutated]
         if torch.is_grad_enabled():
             tensors = list(_tensors_with_gradients((*args, *kwargs.values())))
             if any(t is w for t in tensors for w in written):
