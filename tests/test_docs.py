@@ -38,7 +38,6 @@ RUN_BY = {
     "docs/getting-started.md": ["test_a_peft_script", "test_a_loss_without_logits"],
     "docs/adapters.md": [
         "test_loading",
-        "test_sharing",
         "test_a_start_from_the_base",
         "test_several_adapters",
         "test_experts",
@@ -140,13 +139,8 @@ def test_loading(names: dict[str, Any]) -> None:
     assert "LoRA on 14 modules" in str(names["report"])
 
 
-def test_sharing(names: dict[str, Any]) -> None:
-    run(blocks("docs/adapters.md")[1], names)
-    assert names["model"].model.layers[0].self_attn.q_proj.group is not None
-
-
 def test_a_start_from_the_base(names: dict[str, Any]) -> None:
-    run(blocks("docs/adapters.md")[2], names)
+    run(blocks("docs/adapters.md")[1], names)
     weights = safetensors.torch.load_file("pissa-adapter/adapter_model.safetensors")
     ranks = {len(value) for key, value in weights.items() if ".lora_A." in key}
     assert ranks == {32}
@@ -159,7 +153,7 @@ def test_several_adapters(names: dict[str, Any]) -> None:
         return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
     names["loss_of"] = loss_of
-    run(blocks("docs/adapters.md")[3], names)
+    run(blocks("docs/adapters.md")[2], names)
     weights = safetensors.torch.load_file("de-adapter/adapter_model.safetensors")
     assert {len(value) for key, value in weights.items() if ".lora_A." in key} == {8}
     assert all(value.count_nonzero() for key, value in weights.items() if ".lora_B." in key)
@@ -170,13 +164,13 @@ def test_experts(names: dict[str, Any]) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
     config = transformers.MixtralConfig(vocab_size=64, **sizes, **heads)
     transformers.MixtralForCausalLM(config).save_pretrained("path/to/mixtral")
-    run(blocks("docs/adapters.md")[4], names)
+    run(blocks("docs/adapters.md")[3], names)
     assert "LoRA on 8 modules" in str(names["report"])
     assert Path("experts-adapter/adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
-    "line", blocks("docs/adapters.md")[5].splitlines(), ids=lambda line: line.split("(")[0]
+    "line", blocks("docs/adapters.md")[4].splitlines(), ids=lambda line: line.split("(")[0]
 )
 def test_saving(names: dict[str, Any], line: str) -> None:
     apply_lora(names["model"], LoRAConfig(target_modules="all-linear"))

@@ -44,7 +44,7 @@ ROOMS = {
         ("compiled", "decoder", "loss"),
     ),
     "checkpoints": (("base",), ("adapters",), ("loading",), ("export",)),
-    "modules": (("linear",), ("experts", "group"), ("model",), ("batch",)),
+    "modules": (("linear",), ("experts",), ("model",), ("batch",)),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
     "train": tuple((room,) for room in TRAIN.split()),
 }

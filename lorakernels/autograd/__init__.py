@@ -5,12 +5,8 @@ from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dro
 from lorakernels.autograd.compiled.linear import (
     compiled_linear,
     is_compiling,
-    quantize_input,
-    rows_of,
 )
-from lorakernels.autograd.compiled.shared_input import SharedInput, share_input, shared_linear
 from lorakernels.autograd.compiled.traced_slot import traced_slot
-from lorakernels.autograd.linear.linear import quantize_in_blocks
 from lorakernels.autograd.linear.lora_linear import lora_linear
 from lorakernels.autograd.linear.values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
 from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
@@ -23,7 +19,6 @@ __all__ = [
     "AdapterNumbers",
     "Call",
     "LoRASpec",
-    "SharedInput",
     "bias_dropout_add",
     "check_input",
     "compiled_linear",
@@ -32,10 +27,5 @@ __all__ = [
     "linear_cross_entropy",
     "lora_linear",
     "quantize_head",
-    "quantize_in_blocks",
-    "quantize_input",
-    "rows_of",
-    "share_input",
-    "shared_linear",
     "traced_slot",
 ]

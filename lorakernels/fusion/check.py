@@ -13,7 +13,6 @@ from lorakernels.config import BlockScaling, Recipe
 from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_split
@@ -112,8 +111,6 @@ def _check_structure(path: str, layer: nn.Module) -> None:
             raise TypeError(
                 f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"
             )
-        if isinstance(module, GroupedLoRALinear):
-            raise ValueError(f"{path}.{name} is in {module.group}: fuse groups by itself")
 
 
 def _check_classes(path: str, layer: nn.Module) -> None:

@@ -4,8 +4,6 @@
 from lorakernels.lazy import offer_submodules
 from lorakernels.modules.batch.batch import AdapterBatch, batch_adapters
 from lorakernels.modules.experts.layer import LoRAExperts
-from lorakernels.modules.group.grouping import group_projections
-from lorakernels.modules.group.layer import GroupedLoRALinear, LoRALinearGroup
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear
@@ -25,16 +23,13 @@ __all__ = [
     "AdapterBatch",
     "DoRALinear",
     "FrozenFP8Linear",
-    "GroupedLoRALinear",
     "LoRAExperts",
     "LoRALinear",
-    "LoRALinearGroup",
     "LoRAReport",
     "ModuleReport",
     "apply_lora",
     "batch_adapters",
     "disable_lora",
-    "group_projections",
     "lora_modules",
     "merge_lora",
     "training_state_dict",

@@ -27,7 +27,7 @@ class Numbers:
     Attributes:
         name: the layer's name.
         state: its FP8 state.
-        column_x, column_dy: the columns of x and dy in that state.
+        column: of x, and of dy, in that state.
         site: the dropout site.
         row0, chunks: where x's rows lie in the tensor that the mask is drawn for (`values.Dropout`).
         scaling, p: the adapter's scaling and dropout probability.
@@ -37,8 +37,7 @@ class Numbers:
 
     name: str
     state: FP8State | None
-    column_x: int
-    column_dy: int
+    column: int
     site: int = 0
     row0: int = 0
     chunks: tuple[int, ...] = ()

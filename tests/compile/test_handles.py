@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 LINEAR_FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
 LINEAR_BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
-QUANTIZE = torch.ops.lorakernels.quantize_shared_input.default
 
 
 def layer(p=0.0, fp8=DelayedScaling(amax_history_len=4), bias=False, **options):  # noqa: B008  (frozen)
@@ -155,7 +154,7 @@ def arguments():
         pair = (m.lora_A, m.lora_B) if adapters else (None, None)
         return (x, *parts, *pair, slot, m.handle.tensor, True)
 
-    x8, scale_inv = QUANTIZE(x, own.handle.tensor, True)
+    _, x8, scale_inv, _ = LINEAR_FORWARD(*forward(own))
     backward = (
         dy, x8, scale_inv, torch.randn(7, 3), own.stored, own.weight_scale_inv,
         own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own.handle.tensor,
@@ -172,16 +171,15 @@ def arguments():
             LINEAR_FORWARD,
             forward(frozen, adapters=False, slot=None),
         ),
-        "compiled_linear_forward-x8 given": (
+        "compiled_linear_forward-scaling and p given": (
             LINEAR_FORWARD,
-            (*forward(own), 0.5, 0.3, own.handle.tensor, x8, scale_inv),
+            (*forward(own), 0.5, 0.3),
         ),
         "compiled_linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4, True)),
         "compiled_linear_backward-B": (
             LINEAR_BACKWARD,
             (*backward, [False, False, True, False], False, 2.0, 0.1),
         ),
-        "quantize_shared_input": (QUANTIZE, (x, own.handle.tensor, False)),
     }
 
 

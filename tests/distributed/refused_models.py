@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora, batch_adapters, fuse, group_projections, merge_lora
+from lorakernels import LoRAConfig, apply_lora, batch_adapters, fuse, merge_lora
 from tests.distributed.tensor_models import Way, make
 from tests.fusion.fused_models import LINEARS, adapted, an_adapter, fp8_state, model_of
 
@@ -20,12 +20,6 @@ OTHER_SCALES = "scales and amax histories of FP8State 0, as its state_dict has t
 def offloading(rank: int) -> nn.Module:
     model = make(WHOLE, CPU)
     fuse(model, attention="math", save="checkpoint", offload_activations=True)
-    return model
-
-
-def grouped(rank: int) -> nn.Module:
-    model = make(WHOLE, CPU)
-    group_projections(model, [("q_proj", "k_proj", "v_proj")])
     return model
 
 
@@ -120,7 +114,6 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         "model.layers.0.mlp.gate_proj has out_features 97, which must be a multiple of the 2 ranks",
     ),
     "offloaded activations": (offloading, None, "model.layers.0 is fused with offload_activations"),
-    "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
     "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
     "several adapters": (
         several,

@@ -19,7 +19,6 @@ from torch.distributed.fsdp import fully_shard
 
 from lorakernels import (
     LoRAConfig,
-    LoRALinearGroup,
     fuse,
     merge_and_unload,
     merge_lora,
@@ -130,13 +129,11 @@ def afterwards(mesh: Any) -> dict[str, str]:
     model = make(WHOLE, CPU)
     split = parallelize(model, mesh, sequence_parallel=True)
     attention = model.model.layers[0].self_attn
-    members = [attention.q_proj, attention.k_proj]
     odd = torch.zeros(1, 3, dtype=torch.int64)
     compiled = torch.compile(attention.q_proj, backend="eager", fullgraph=True)
     half = torch.randn(4, 1, 64, dtype=torch.float16)
     return {
         "fuse": said_by(lambda: fuse(model, attention="math")),
-        "a group": said_by(lambda: LoRALinearGroup(members)),
         "merge": said_by(lambda: merge_lora(model)),
         "unload": said_by(lambda: unload(model)),
         "merge_and_unload": said_by(lambda: merge_and_unload(model)),
@@ -307,7 +304,6 @@ def test_what_cannot_be_or_one_rank_alone_asks_for_is_refused_before_anything_ch
             "fuse",
             "q_proj is split over tensor-parallel ranks: fusing it afterwards (call fuse before parallelize)",
         ),
-        ("a group", "q_proj' is split over tensor-parallel ranks: a group"),
         ("merge", "cannot merge into a layer that is split over ranks yet"),
         ("unload", "q_proj is split over tensor-parallel ranks: unloading is not there yet"),
         ("merge_and_unload", "q_proj is split over tensor-parallel ranks: unloading"),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lorakernels import DelayedScaling, fuse, group_projections, unfuse
+from lorakernels import DelayedScaling, LoRALinear, PhiloxState, fuse, unfuse
 from lorakernels.fusion.memory import SAVE
 from tests.fusion.fused_models import (
     ATTENTION,
@@ -55,36 +56,53 @@ def test_a_plain_base_is_equal_to_rounding(family: str, targets, save: str) -> N
     assert list(model.state_dict()) == list(twin.state_dict())
 
 
+def with_one_slot(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all layers draw one slot in every call, so that sites alone tell masks apart."""
+    monkeypatch.setattr(PhiloxState, "slot", lambda state: state.tensor.clone())
+    state = PhiloxState(3)
+    for layer in model.modules():
+        if isinstance(layer, LoRALinear):
+            layer.rng_state = state
+
+
+def share_sites(model: nn.Module, *groups: Sequence[str]) -> None:
+    """Give the projections that `groups` names, in each module that has them, the site of the first one."""
+    for parent in model.modules():
+        for first, *others in groups:
+            for name in others if first in parent._modules else ():
+                parent.get_submodule(name).site = parent.get_submodule(first).site
+
+
 @pytest.mark.parametrize("shared", [True, False], ids=["one mask", "a mask each"])
 @pytest.mark.parametrize("family", [*PACKINGS, "Granite", "SmolLM3", "Olmo2", "Gemma2"])
 def test_dropout_masks_are_the_unfused_ones(family: str, shared: bool) -> None:
-    """Of a LoRALinearGroup with shared_dropout, or of LoRALinears by themselves, as packed ones are."""
+    """One mask of the first projection's site for all of one x, or a mask each, as packed ones have."""
     model = adapted(family, LINEARS, lora_dropout=0.3)
     twin, _ = fused_copy(model, shared_dropout=shared)
-    if shared and family != "Phi3":
-        groups = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]
-        group_projections(model, groups, shared_dropout=True)
-    x, found = tokens(), []
-    for each in (model, twin):
-        torch.manual_seed(3)
-        found.append(run(each, x))
-    same_within(found[1], found[0], fp32_bound(family))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for unfused_or_fused in (model, twin):
+            with_one_slot(unfused_or_fused, monkeypatch)
+        if shared and family != "Phi3":
+            share_sites(model, ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+        x = tokens()
+        expected, fused = run(model, x), run(twin, x)
+    same_within(fused, expected, fp32_bound(family))
     again = run(twin, x)
-    assert difference(again["logits"], found[1]["logits"]) > 1e-3, "the same masks twice"
+    assert difference(again["logits"], fused["logits"]) > 1e-3, "the same masks twice"
 
 
 @pytest.mark.parametrize(("family", "rank"), [("Llama", 64), ("Llama", 96), ("Phi3", 288)])
-def test_ranks_that_one_kernel_takes_and_does_not_take(family: str, rank: int) -> None:
-    """3 · 96 > 256: the group's adapters go one by one, under the one mask."""
+def test_ranks_that_one_kernel_takes_and_does_not_take(
+    family: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 · 96 > 256: the adapters go one by one, under the one mask."""
     model = adapted(family, r=rank, lora_dropout=0.3)
     twin, _ = fused_copy(model)
-    if family == "Llama":
-        group_projections(model, [("q_proj", "k_proj", "v_proj")], shared_dropout=True)
-    x, found = tokens(), []
-    for each in (model, twin):
-        torch.manual_seed(3)
-        found.append(run(each, x))
-    same_within(found[1], found[0], FP32)
+    for unfused_or_fused in (model, twin):
+        with_one_slot(unfused_or_fused, monkeypatch)
+    share_sites(model, ("q_proj", "k_proj", "v_proj"))
+    x = tokens()
+    same_within(run(twin, x), run(model, x), FP32)
 
 
 def test_ranks_and_scalings_of_their_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lorakernels import BlockScaling, DelayedScaling, disable_lora, fuse, group_projections, unfuse
+from lorakernels import BlockScaling, DelayedScaling, disable_lora, fuse, unfuse
 from lorakernels.config import Recipe
 from tests.autograd.test_decoder_layer import Launches
 from tests.fusion.fused_models import (
@@ -292,15 +292,6 @@ def test_a_scaling_changed_after_a_forward_is_that_of_the_next(
                 if path.endswith(named(changed, family)):
                     module.scaling = scaling
         same_within(run(fused, x), run(plain, x), FP32)
-
-
-def test_a_fused_model_is_not_grouped_again() -> None:
-    model = adapted()
-    fuse(model)
-    with pytest.raises(ValueError, match="is fused, and groups its projections by itself"):
-        group_projections(model, [("q_proj", "k_proj", "v_proj")])
-    unfuse(model)
-    assert group_projections(model, [("q_proj", "k_proj", "v_proj")])
 
 
 @pytest.mark.parametrize("how", ["FP8State", "state_dict"])

@@ -18,7 +18,6 @@ from lorakernels import (
     PhiloxState,
     apply_lora,
     fuse,
-    group_projections,
 )
 from tests.fusion.fused_models import (
     FP32,
@@ -153,10 +152,6 @@ REFUSALS = {
     "rng": (
         on_layer(lambda m: setattr(m.self_attn.q_proj, "rng_state", PhiloxState(1))),
         "must have one rng_state",
-    ),
-    "group": (
-        lambda m: group_projections(m, [("q_proj", "k_proj", "v_proj")]),
-        "fuse groups by itself",
     ),
     "attention": (
         lambda m: setattr(m.config, "_attn_implementation", "flash_attention_2"),

@@ -16,7 +16,6 @@ from lorakernels import (
     LoRALinear,
     apply_lora,
     disable_lora,
-    group_projections,
     merge_and_unload,
     merge_lora,
     training_state_dict,
@@ -151,15 +150,6 @@ def test_an_unloaded_model_is_a_new_base(call):
     assert not saved_modules(model)
     with torch.no_grad(), disable_lora(model):
         assert torch.equal(model(ids), expected)
-
-
-def test_a_grouped_model_unloads():
-    _, model = trained(target_modules=["q", "k"])
-    group_projections(model, [("q", "k")])
-    ids = tokens()
-    expected = model(ids)
-    torch.testing.assert_close(merge_and_unload(model)(ids), expected, rtol=1e-5, atol=1e-5)
-    assert not ours(model)
 
 
 def test_a_tied_head_is_merged_alone():

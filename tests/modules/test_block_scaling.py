@@ -19,7 +19,6 @@ from lorakernels import (
     FrozenFP8Linear,
     LoRAConfig,
     LoRALinear,
-    LoRALinearGroup,
     apply_lora,
     merge_lora,
     unmerge_lora,
@@ -308,11 +307,3 @@ class TestAdaptersOverFrozenLayers:
         shown = {row.name: (row.base, row.reason) for row in report.modules}
         assert shown["0"] == ("", "not a target, e4m3 in blocks") and shown["1"][0] == "e4m3"
         model(torch.randn(3, 300)).sum().backward()
-
-
-@pytest.mark.parametrize("fp8", [DelayedScaling(), BlockScaling("HYBRID"), None], ids=str)
-def test_a_group_has_one_recipe(fp8):
-    members = [layer_of(), layer_of(config=LoRAConfig(r=4, fp8=fp8))]
-    with pytest.raises(ValueError, match="members of a group must have one recipe"):
-        LoRALinearGroup(members)
-    assert all(type(member) is LoRALinear for member in members)

@@ -22,7 +22,6 @@ from lorakernels import (
     apply_lora,
     disable_lora,
     fuse,
-    group_projections,
     load_quantized,
     merge_and_unload,
     merge_lora,
@@ -408,8 +407,6 @@ def test_what_does_not_compute_it_refuses_by_name():
     model = llama()
     with pytest.raises(ValueError, match=r"q_proj has use_dora=True, which a fused layer does not"):
         fuse(model)
-    with pytest.raises(ValueError, match="has use_dora=True, which a group does not compute"):
-        group_projections(model, [("q_proj", "k_proj", "v_proj")])
     assert all(type(m) is DoRALinear for m in model.modules() if isinstance(m, LoRALinear))
     layer = model.model.layers[0].mlp.up_proj
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

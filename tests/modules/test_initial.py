@@ -17,7 +17,6 @@ from lorakernels import (
     apply_lora,
     disable_lora,
     fuse,
-    group_projections,
     load_quantized,
     merge_and_unload,
     merge_lora,
@@ -239,17 +238,6 @@ class Pair(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat((self.q(x), self.k(x)), -1)
-
-
-def test_a_group_computes_the_adapter_and_refuses_to_switch_it_off():
-    base, x = Pair(), torch.randn(4, 12)
-    model = copy.deepcopy(base)
-    apply_lora(model, LoRAConfig(target_modules=["q", "k"], r=3, init_lora_weights="olora"))
-    group_projections(model, [("q", "k")])
-    assert apart(model(x), base(x)) < TWO_ROUNDINGS
-    with disable_lora(model), pytest.raises(ValueError, match="'olora' has changed the weight"):
-        model(x)
-    assert apart(model(x), base(x)) < TWO_ROUNDINGS
 
 
 def test_a_fused_model_computes_the_adapter_and_refuses_to_switch_it_off():

@@ -16,7 +16,6 @@ from lorakernels import (
     FrozenFP8Linear,
     LoRAConfig,
     LoRALinear,
-    LoRALinearGroup,
     training_state_dict,
 )
 from lorakernels.autograd import AdapterNumbers
@@ -363,7 +362,7 @@ def test_initialisations_are_pefts():
     assert layers["gaussian"].lora_B.count_nonzero() == 0
 
 
-@pytest.mark.parametrize("kind", ["lora", "DoRA", "base", "grouped"])
+@pytest.mark.parametrize("kind", ["lora", "DoRA", "base"])
 def test_a_base_that_is_to_train_is_refused(kind):
     """It would get no gradient. Without gradients it computes, and frozen again it trains its adapter."""
     config = LoRAConfig(r=2, fp8=None, use_dora=kind == "DoRA")
@@ -371,8 +370,6 @@ def test_a_base_that_is_to_train_is_refused(kind):
         layer = FrozenFP8Linear(8, 6, fp8=None)
     else:
         layer = (DoRALinear if kind == "DoRA" else LoRALinear)(8, 6, config=config)
-    if kind == "grouped":
-        LoRALinearGroup([layer, LoRALinear(8, 6, config=config)])
     x = torch.randn(3, 8, requires_grad=True)
     layer(x).sum().backward()
     layer.requires_grad_(True)

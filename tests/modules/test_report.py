@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lorakernels import LoRAConfig, apply_lora, group_projections
+from lorakernels import LoRAConfig, apply_lora
 from lorakernels.modules.model import report as report_module
 from lorakernels.modules.model.report_text import grouped
 
@@ -88,14 +88,6 @@ def test_layers_that_take_other_paths_say_theirs(monkeypatch):
     assert re.search(r"up_proj \(2\): lora 16→32 .* \[csrc: fp8_linear_lora\]", text)
     assert re.search(r"q_proj \(2\): lora 16→16 .* \[triton: fp8_linear_lora\]", text)
     assert "  triton: fp8_linear_lora (N is no multiple of 32)" in text
-
-
-def test_members_that_share_x_are_one_line():
-    model = Model(3)
-    report = apply_lora(model, LoRAConfig(target_modules=["gate_proj", "up_proj"]))
-    group_projections(model, [("gate_proj", "up_proj")])
-    assert "layers.{0-2}.mlp.{gate,up}_proj (6): " in str(report)
-    assert "x shared by gate_proj, up_proj" in str(report)
 
 
 def expanded(text: str) -> list[str]:

@@ -17,7 +17,6 @@ from lorakernels import (
     PhiloxState,
     apply_lora,
     fuse,
-    group_projections,
 )
 from lorakernels.config import Recipe
 from lorakernels.parallel.context.attention import Chunks
@@ -43,29 +42,6 @@ def compiled(device: torch.device, fp8: Recipe) -> nn.Module:
     return layer
 
 
-class Sum(nn.Module):
-    def __init__(self, q: nn.Module, k: nn.Module) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj = q, k
-
-    def forward(self, x: Tensor) -> Tensor:
-        both: Tensor = self.q_proj(x) + self.k_proj(x)
-        return both
-
-
-def grouped(device: torch.device, fp8: Recipe) -> nn.Module:
-    torch.manual_seed(0)
-    model = Sum(nn.Linear(64, 48), nn.Linear(64, 48)).to(device)
-    targets = ["q_proj", "k_proj"]
-    config = LoRAConfig(r=8, lora_dropout=0.4, target_modules=targets, fp8=fp8)
-    apply_lora(model, config, rng_state=PhiloxState(3, device))
-    group_projections(model, [("q_proj", "k_proj")])
-    for module in model.modules():
-        if isinstance(module, LoRALinear):
-            nn.init.normal_(module.lora_B, std=0.2)
-    return model
-
-
 def adapters(model: nn.Module) -> list[LoRALinear]:
     return [m for m in model.modules() if isinstance(m, LoRALinear)]
 
@@ -80,7 +56,7 @@ def run(model: nn.Module, x: Tensor, row0: int, chunks: tuple[int, ...] = ()) ->
     return {"y": y.detach(), "dx": grad}
 
 
-@pytest.mark.parametrize("make", [linear, compiled, grouped])
+@pytest.mark.parametrize("make", [linear, compiled])
 @pytest.mark.parametrize("fp8", RECIPES, ids=["delayed", "blocks"])
 def test_parts_of_the_rows_have_the_masks_of_all(
     fp8: Recipe, make: Callable[[torch.device, Recipe], nn.Module], device: torch.device

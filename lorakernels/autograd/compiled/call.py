@@ -115,7 +115,7 @@ def launch_ahead(
             if plan is None:
                 continue
             if begins and given[-1] and state is not None:
-                state.on_training_forward(numbers.column_dy)
+                state.on_training_forward(numbers.column)
             columns = ready.columns(*states) if states else ()
             results = plan.run((*tensors, *columns), ready.sites)
             return by_ops(*given) if results is None else results

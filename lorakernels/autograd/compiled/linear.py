@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels import ops
 from lorakernels.autograd.compiled.call import Found, launch_ahead
 from lorakernels.autograd.compiled.plan import (
     Planned,
@@ -42,32 +41,24 @@ from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Numbers, numbers_of
-from lorakernels.values import Scaled, Scaling, Weight
+from lorakernels.values import Scaled, Weight
 
 
-def _spec(
-    numbers: Numbers,
-    scaling: float | None,
-    p: float | None,
-    mask: Tensor | None,
-    column: int,
-    training: bool,
-) -> LoRASpec:
-    drawn = numbers if mask is None else numbers_of(mask)
-    key = (scaling, p, drawn.p, drawn.site, drawn.row0, drawn.chunks, column, training)
+def _spec(numbers: Numbers, scaling: float | None, p: float | None, training: bool) -> LoRASpec:
+    key = (scaling, p, training)
     if key in numbers.made:
         return numbers.made[key]
     spec = LoRASpec(
         scaling=numbers.scaling if scaling is None else scaling,
-        p=drawn.p if p is None else p,
-        site=drawn.site,
-        row0=drawn.row0,
-        chunks=drawn.chunks,
+        p=numbers.p if p is None else p,
+        site=numbers.site,
+        row0=numbers.row0,
+        chunks=numbers.chunks,
         blocks=numbers.blocks,
     )
     state = numbers.state
     if state is not None:
-        spec = spec.following(state.recipe, column, training)
+        spec = spec.following(state.recipe, numbers.column, training)
     numbers.made[key] = spec
     return spec
 
@@ -89,16 +80,6 @@ def _directly(x: Tensor) -> Callable[..., Any]:
     return run
 
 
-def quantize_shared_input(x: Tensor, handle: Tensor, training: bool) -> tuple[Tensor, Tensor]:
-    """x8 [M, K] and its scale_inv [1], for several calls of `compiled_linear_forward` with one x [M, K]."""
-    numbers = numbers_of(handle)
-    assert numbers.state is not None
-    numbers.state.begin(x.device, numbers.column_dy, training)
-    scaling = Scaling(numbers.state.forward, numbers.column_x, training)
-    x8, scale_inv, _ = _directly(x)(ops.quantize_lora_down, x, None, scaling, None)
-    return x8, scale_inv
-
-
 def compiled_linear_forward(
     x: Tensor,
     weight: Tensor,
@@ -111,39 +92,31 @@ def compiled_linear_forward(
     training: bool,
     scaling: float | None = None,
     p: float | None = None,
-    mask: Tensor | None = None,
-    x8: Tensor | None = None,
-    x_scale_inv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, x8, x_scale_inv, s) of x [M, K]. x8 and its scale_inv are empty if they are given, or if W is plain.
+    """(y, x8, x_scale_inv, s) of x [M, K]. x8 and its scale_inv are empty if W is plain.
 
-    `scaling` and `p`, if given, replace the layer's own. `mask` is the handle of the layer whose dropout site and p
-    are used. `weight` may be e4m3.
+    `scaling` and `p`, if given, replace the layer's own. `weight` may be e4m3.
     """
     numbers = numbers_of(handle)
     state = numbers.state
-    owns_x = numbers.column_x == numbers.column_dy  # else the first layer of its group does
-    # with x8 given to the layer that owns x, `quantize_input` has called `begin` already
-    if state is not None and not (owns_x and x8 is not None):
-        state.begin(x.device, numbers.column_dy, training)
-    spec = _spec(numbers, scaling, p, mask, numbers.column_x, training)
+    if state is not None:
+        state.begin(x.device, numbers.column, training)
+    spec = _spec(numbers, scaling, p, training)
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    if x8 is None and weight_scale_inv is not None:
-        call = Call(spec, slot, *_states(state))
-        found = planned_forward(x, bias, adapter, frozen, call)
-        if found is not None:
-            return found
-    given = None if x8 is None else Scaled(x8, x_scale_inv)
-    call = Call(spec, slot, None if state is None or given is not None else state.forward)
-    return run_forward(_directly(x), x, bias, adapter, in_bytes(frozen), call, given)
+    call = Call(spec, slot, *_states(state))
+    if weight_scale_inv is not None:
+        planned = planned_forward(x, bias, adapter, frozen, call)
+        if planned is not None:
+            return planned
+    return run_forward(_directly(x), x, bias, adapter, in_bytes(frozen), call)
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
     x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, training,
-    scaling=None, p=None, mask=None, x8=None, x_scale_inv=None,
+    scaling=None, p=None,
 ):  # fmt: skip
     y = empty(x, x.shape[0], weight.shape[0])
-    quantizes = weight_scale_inv is not None and x8 is None
+    quantizes = weight_scale_inv is not None
     made8 = empty(x, *(x.shape if quantizes else (0,)), dtype=torch.uint8)
     scale_inv = empty(x, 1 if quantizes else 0, dtype=torch.float32)
     if quantizes and weight_scale_inv.dim() == 2:  # of blocks
@@ -168,7 +141,6 @@ def compiled_linear_backward(
     training: bool,
     scaling: float | None = None,
     p: float | None = None,
-    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
 
@@ -177,7 +149,7 @@ def compiled_linear_backward(
     numbers = numbers_of(handle)
     state = numbers.state
     dy = dy.contiguous()
-    spec = _spec(numbers, scaling, p, mask, numbers.column_dy, training)
+    spec = _spec(numbers, scaling, p, training)
     need, (state_x, state_dy) = Needs(*needs), _states(state)
     saved = Saved(
         Weight(weight, weight_scale_inv) if weight is not None else None,
@@ -197,7 +169,7 @@ def compiled_linear_backward(
 
 def _fake_backward(  # type: ignore[no-untyped-def]
     dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B, bias,
-    slot, handle, needs, training, scaling=None, p=None, mask=None,
+    slot, handle, needs, training, scaling=None, p=None,
 ):  # fmt: skip
     need = Needs(*needs)
     none = [empty(dy, 0) for _ in range(4)]
@@ -211,18 +183,16 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, weight_scale_inv, bias, *others = inputs
-    lora_A, lora_B, slot, handle, training, scaling, p, mask, x8, x_scale_inv = others
-    _, made8, made_scale_inv, s = output
+    lora_A, lora_B, slot, handle, training, scaling, p = others
+    _, x8, x_scale_inv, s = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(made8, made_scale_inv, s)
+    ctx.mark_non_differentiable(x8, x_scale_inv, s)
     needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 4, 5, 3)))
-    if weight_scale_inv is not None and x8 is None:
-        x8, x_scale_inv = made8, made_scale_inv
+    operand = (x, None) if weight_scale_inv is None else (x8, x_scale_inv)
     by_reference = needs.x or needs.A
     planned = by_reference or needs.B  # plans are found by W, also where no dx is computed
     ctx.save_for_backward(
-        (x if x8 is None else x8) if needs.A else None,
-        x_scale_inv if needs.A else None,
+        *(operand if needs.A else (None, None)),
         s if needs.B else None,
         weight if planned else None,
         weight_scale_inv if planned else None,
@@ -231,7 +201,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
         bias if needs.bias else None,
         slot if by_reference else None,
         handle,
-        mask,
     )
     ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), (training, scaling, p)
 
@@ -240,20 +209,12 @@ def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | 
     found: list[Tensor | None] = [None] * ctx.inputs
     if dy is None:
         return tuple(found)
-    *tensors, mask = ctx.saved_tensors
-    grads = backward_op(dy, *tensors, list(ctx.needs[:4]), *ctx.numbers, mask)
+    grads = backward_op(dy, *ctx.saved_tensors, list(ctx.needs[:4]), *ctx.numbers)
     for place, grad, needed in zip((0, 4, 5, 3), grads, ctx.needs, strict=False):
         found[place] = grad if needed else None
     return tuple(found)
 
 
-quantize_input = define_composed(
-    quantize_shared_input,
-    lambda x, handle, training: (
-        empty(x, *x.shape, dtype=torch.uint8),
-        empty(x, 1, dtype=torch.float32),
-    ),
-)
 backward_op = define_composed(compiled_linear_backward, _fake_backward)
 forward_op = define_composed(
     compiled_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
@@ -272,7 +233,7 @@ def _forward_operands(
 ) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
     """What `forward_plan` takes, from the first nine arguments of `compiled_linear_forward`."""
     x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
-    spec = _spec(numbers, None, None, None, numbers.column_x, training)
+    spec = _spec(numbers, None, None, training)
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
     return x, bias, adapter, frozen, Call(spec, slot, *_states(numbers.state))
 
@@ -296,7 +257,7 @@ def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
     if weight_scale_inv is None:
         return None
     state_x, state_dy = _states(numbers.state)
-    spec = _spec(numbers, None, None, None, numbers.column_dy, training)
+    spec = _spec(numbers, None, None, training)
     saved = Saved(
         Weight(weight, weight_scale_inv),
         Adapter(lora_A, lora_B, s),

@@ -59,22 +59,20 @@ def run_forward(
     adapter: Adapter,
     weight: Weight,
     call: Call,
-    given: Scaled | None = None,
 ) -> Four:
-    """(y, x8, x's scale_inv, s). With x8 `given`, or over a plain W, the second and third are empty.
+    """(y, x8, x's scale_inv, s). Over a plain W, the second and third are empty.
 
     `run(op, *arguments)` calls an op.
     """
     lora_A, lora_B, _ = adapter
     spec, scaling = call.spec, call.scaling_x
-    power = None if spec.blocks is None or given is not None else spec.blocks.power_2_scale
+    power = None if spec.blocks is None else spec.blocks.power_2_scale
     x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout, power)
     up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
     if spec.blocks is not None:
-        operand = given or Scaled(x8, scale_inv)
-        y = run(ops.fp8_block_linear, operand, weight, bias, up, x.dtype)
+        y = run(ops.fp8_block_linear, Scaled(x8, scale_inv), weight, bias, up, x.dtype)
         return y, x8, scale_inv, s
-    operand = given or (Scaled(x) if scaling is None else Scaled(x8, scale_inv))
+    operand = Scaled(x) if scaling is None else Scaled(x8, scale_inv)
     y = run(ops.fp8_linear_lora, operand, weight, bias, up, x.dtype, spec.split_fprop)
     return y, x8, scale_inv, s
 

@@ -8,7 +8,7 @@ wanted gradients need is saved. Parameters are saved by reference. Under BlockSc
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +70,6 @@ def gradients(
     return found.x, dA, dB, dbias
 
 
-class Given(NamedTuple):
-    """What was computed outside of a node: x8 and its scale_inv (x itself over a plain base), s, and the dtype of y."""
-
-    operand: Scaled
-    s: Tensor | None
-    dtype: torch.dtype
-
-
 class LinearNode(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -88,13 +80,12 @@ class LinearNode(torch.autograd.Function):
         lora_B: Tensor | None,
         weight: Weight,
         call: Call,
-        given: Given | None = None,
     ) -> Tensor:
-        """y [M, N]. With `given`, x [M, K] is there for its gradient only."""
+        """y [M, N] of x [M, K]."""
         adapter = Adapter(lora_A, lora_B)
         to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
-        operand, s, dtype = given or (*linear.quantize_down(x, to), x.dtype)
-        y = linear.project(operand, s, to, lora_B, dtype)
+        operand, s = linear.quantize_down(x, to)
+        y = linear.project(operand, s, to, lora_B, x.dtype)
         _save(ctx, _needs(ctx), operand, weight, bias, adapter._replace(s=s), call)
         return y
 
@@ -102,7 +93,7 @@ class LinearNode(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dA, dB, dbias = gradients(ctx, _needs(ctx), dy.contiguous())
-        return dx, dbias, dA, dB, None, None, None
+        return dx, dbias, dA, dB, None, None
 
 
 def _needs(ctx: Any) -> Needs:

@@ -332,7 +332,7 @@ def batch_adapters(
     Call it before `fuse`, before optimizers are made and before graphs are captured.
 
     Args:
-        model: has LoRALinears, none of them merged, in a LoRALinearGroup or of an expert. Nothing but adapters trains.
+        model: has LoRALinears, none of them merged or of an expert. Nothing but adapters trains.
         names: at least one, all different.
         ranks: of adapters with a rank below the layers' own.
 

@@ -68,9 +68,8 @@ def _numbers(layer: Any) -> tuple[Any, ...]:
     """(FP8 state, column, what else has to be the same in all)."""
     own = layer.__dict__  # a property takes several times as long
     get = own.get
-    plain = own["_column_x"] is None and own["block_scaling"] is None
     return (
-        own["fp8_state"] if plain else None,
+        own["fp8_state"],
         own["_column"],
         get("r"),
         get("scaling"),

@@ -51,7 +51,6 @@ class FrozenFP8Linear(StoredWeight):
         fp8_state: scales and amax history of x and dy; None under BlockScaling.
         block_scaling: the recipe if it is a BlockScaling, else None.
         column: this layer's column of `fp8_state`.
-        column_x: the column of x, if another layer owns it (LoRALinearGroup); else None.
 
     Raises:
         ValueError: a size is not a positive integer, or `fp8_state` has another recipe or device.
@@ -106,7 +105,6 @@ class FrozenFP8Linear(StoredWeight):
         self.bias = None if bias is None else frozen(bias.detach())
         self.fp8_state = spec.state_on(data.device)
         self.column = 0 if self.fp8_state is None else self.fp8_state.column(spec.entry)
-        self.column_x = None
         self.renew_handle()
 
     @classmethod
@@ -243,10 +241,7 @@ class FrozenFP8Linear(StoredWeight):
         return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
 
     def _numbers(self) -> Numbers:
-        column_x = vars(self).get("_column_x")
-        column_x = self.column if column_x is None else column_x
-        blocks = self.block_scaling
-        return Numbers(self.name, self.fp8_state, column_x, self.column, blocks=blocks)
+        return Numbers(self.name, self.fp8_state, self.column, blocks=self.block_scaling)
 
     @property
     def handle(self) -> Handle:

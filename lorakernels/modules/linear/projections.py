@@ -52,7 +52,7 @@ def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
     """Whether `layer` computes an adapter, which is neither merged nor switched off.
 
     Raises:
-        ValueError: it is switched off in a group or a fused layer, but its weight lacks an initial adapter.
+        ValueError: it is switched off in a fused layer, but its weight lacks an initial adapter.
         RuntimeError: it has several adapters, and one of them is merged.
     """
     if not isinstance(layer, LoRALinear):
@@ -63,7 +63,7 @@ def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:
     if layer.disable_adapters and initial_of(layer) is not None:
         raise ValueError(
             f"{layer.name or 'this layer'}: init_lora_weights={layer.config.init_lora_weights!r} has changed the "
-            "weight, so a fused layer or a group cannot switch its adapter off: unfuse, or leave it ungrouped"
+            "weight, so a fused layer cannot switch its adapter off: call unfuse first"
         )
     return not layer.disable_adapters
 

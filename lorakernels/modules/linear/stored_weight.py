@@ -39,7 +39,7 @@ class StoredWeight(nn.Module):
     """What a frozen linear layer keeps: one weight, its scales, and its columns of an FP8 state.
 
     Attributes:
-        weight, weight_scale_inv, fp8_state, block_scaling, column, column_x: as of FrozenFP8Linear.
+        weight, weight_scale_inv, fp8_state, block_scaling, column: as of FrozenFP8Linear.
     """
 
     name: str
@@ -48,7 +48,6 @@ class StoredWeight(nn.Module):
     fp8_state = number("fp8_state")
     _column: int  # where `column` is kept, also in a pickle
     column = number("_column")
-    column_x = number("_column_x")
 
     def weight_moved(self) -> None:
         """Called after the weight was moved or replaced, for what a subclass keeps on its device."""

@@ -11,7 +11,6 @@ from torch import nn
 from lorakernels.autograd.linear.plan import ways_of_kinds
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
-from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.model.peft_mixtures import PEFTDifference
 from lorakernels.modules.model.report_text import lines_of
@@ -42,8 +41,8 @@ OF_BLOCK_LINEAR = (  # under BlockScaling
 class ModuleReport:
     """One module. `action` is "lora", "saved" (modules_to_save), "bias" (bias trained) or "frozen".
 
-    `ops` maps each op to its implementation on the module's current device; `why` maps it to the reason. `shares_x`
-    names the modules that share the quantized input. `dropout` is a probability.
+    `ops` maps each op to its implementation on the module's current device; `why` maps it to the reason. `dropout`
+    is a probability.
     """
 
     name: str
@@ -58,7 +57,6 @@ class ModuleReport:
     base: str = ""
     ops: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
-    shares_x: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ class LoRAReport:
 
     @property
     def eager_forwards(self) -> str:
-        """How adapted modules ran in forwards of their own, outside of graphs, traces, groups and fused layers.
+        """How adapted modules ran in forwards of their own, outside of graphs, traces and fused layers.
 
         A module counts once for each way. By plans, the host's time is less (recorded/). A backward may run by the ops.
         """
@@ -209,14 +207,7 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         ("e4m3 in blocks" if in_blocks else "e4m3") if fp8 else str(module.weight.dtype)[6:],
         {op: impl for op, (impl, _) in chosen.items()},
         {op: why for op, (_, why) in chosen.items()},
-        _shares_x(module),
     )
-
-
-def _shares_x(module: LoRALinear) -> tuple[str, ...]:
-    if not isinstance(module, GroupedLoRALinear):
-        return ()
-    return tuple(m.name for m in module.group.members if m is not module)
 
 
 def _text(m: ModuleReport, shows_path: bool) -> str:
@@ -224,11 +215,9 @@ def _text(m: ModuleReport, shows_path: bool) -> str:
     if m.action != "lora":
         return f"{m.action} {m.kind} ({m.reason})"
     path = f" [{_path(m.ops)}]" if shows_path else ""
-    together = sorted(name.rpartition(".")[2] for name in (m.name, *m.shares_x))
-    shares = f" x shared by {', '.join(together)}" if m.shares_x else ""
     return (
         f"lora {m.in_features}→{m.out_features} r={m.r} scaling={m.scaling:g} "
-        f"p={m.dropout:g} base={m.base}{shares}{path} ({m.reason})"
+        f"p={m.dropout:g} base={m.base}{path} ({m.reason})"
     )
 
 

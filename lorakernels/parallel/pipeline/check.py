@@ -12,7 +12,6 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
-from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.holder import is_held, is_split
 from lorakernels.modules.linear.lora import LoRALinear
@@ -128,14 +127,12 @@ def _objection(module: nn.Module) -> str:
         )
     if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
         return "has several adapters in one batch, whose rows microbatches would cut apart"
-    if isinstance(module, LoRALinear) and module.lora_dropout:
-        if not isinstance(module.rng_state, PhiloxState):
-            return (
-                "has dropout, whose masks are those of one process with a PhiloxState alone: "
-                f"apply_lora(rng_state=PhiloxState(seed, device)), found {type(module.rng_state).__name__}"
-            )
-        if isinstance(module, GroupedLoRALinear):
-            return "is in a group of projections with dropout, which a pipeline does not have yet"
+    drops = isinstance(module, LoRALinear) and module.lora_dropout
+    if drops and not isinstance(module.rng_state, PhiloxState):
+        return (
+            "has dropout, whose masks are those of one process with a PhiloxState alone: "
+            f"apply_lora(rng_state=PhiloxState(seed, device)), found {type(module.rng_state).__name__}"
+        )
     return ""
 
 
