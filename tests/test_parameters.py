@@ -15,9 +15,9 @@ LINES = 500
 SCHEMA = "torch.library reads the op's flat schema off its signature"
 OPTIONS = "an entry point whose options are keywords"
 MORE = {
-    ("lorakernels/autograd/compiled/linear.py", "compiled_linear_forward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "lora_linear_forward"): SCHEMA,
     ("lorakernels/autograd/compiled/linear.py", "_fake_forward"): SCHEMA,
-    ("lorakernels/autograd/compiled/linear.py", "compiled_linear_backward"): SCHEMA,
+    ("lorakernels/autograd/compiled/linear.py", "lora_linear_backward"): SCHEMA,
     ("lorakernels/autograd/compiled/linear.py", "_fake_backward"): SCHEMA,
     ("lorakernels/autograd/bias_dropout_add.py", "bias_dropout_add"): OPTIONS,
     ("lorakernels/autograd/loss.py", "linear_cross_entropy"): OPTIONS,

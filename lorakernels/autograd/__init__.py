@@ -8,7 +8,7 @@ from lorakernels.autograd.compiled.linear import (
 )
 from lorakernels.autograd.compiled.traced_slot import traced_slot
 from lorakernels.autograd.linear.lora_linear import lora_linear
-from lorakernels.autograd.linear.values import Adapter, AdapterNumbers, Call, LoRASpec, check_input
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, check_input
 from lorakernels.autograd.loss import linear_cross_entropy, quantize_head
 from lorakernels.lazy import offer_submodules
 
@@ -16,7 +16,6 @@ offer_submodules(__name__)
 
 __all__ = [
     "Adapter",
-    "AdapterNumbers",
     "Call",
     "LoRASpec",
     "bias_dropout_add",

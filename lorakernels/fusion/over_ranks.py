@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Over(Protocol):
-    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor/fused.py).
+    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor/projections.py).
 
     Attributes:
         spread: how many times the rows of a rank all are.

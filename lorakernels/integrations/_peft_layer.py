@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lorakernels import FrozenFP8Linear, PhiloxState, PhiloxStates
 from lorakernels.autograd import (
     Adapter,
-    AdapterNumbers,
     Call,
     LoRASpec,
     check_input,
@@ -29,10 +28,10 @@ from lorakernels.autograd import (
 from lorakernels.config import Recipe
 from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
+from lorakernels.modules.linear.calls import call
 from lorakernels.modules.linear.holder import refuse_rows_over_ranks
 from lorakernels.modules.linear.lora import delta_of
 from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
-from lorakernels.modules.linear.planned import planned_call
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.model.convert import to_frozen
 from lorakernels.modules.model.frozen_targets import HOOKS
@@ -147,19 +146,13 @@ class LoraKernelsLinear(PeftLinear):
         base = self.base_layer
         (name,) = (name for name in self.active_adapters if name in self.lora_A)
         p = self.dropout_of(name) if self.training else 0.0
-        draw = draw_slot if p > 0 else None
-        numbers = AdapterNumbers(self.scaling[name], p)
         adapter = Adapter(self.lora_A[name].weight, self.lora_B[name].weight)
-        if isinstance(base, FrozenFP8Linear) and not torch.compiler.is_compiling():
-            y = planned_call(base, x, adapter.A, adapter.B, numbers, draw, self.rng_state)
-            if y is not None:
-                return y
-        check_input(x, base.weight)
-        slot = None if draw is None else draw(self.rng_state, x.device)
         if isinstance(base, FrozenFP8Linear):
-            return base.with_adapter(x, adapter, numbers, slot)
-        call = Call(LoRASpec(*numbers), slot)
-        return lora_linear(x, Weight(base.weight), base.bias, adapter, call)
+            return call(base, x, adapter, p > 0, self.rng_state, self.scaling[name], p)
+        check_input(x, base.weight)
+        slot = draw_slot(self.rng_state, x.device) if p > 0 else None
+        numbers = Call(LoRASpec(self.scaling[name], p), slot)
+        return lora_linear(x, Weight(base.weight), base.bias, adapter, numbers)
 
     def _takes(self, x: Tensor) -> bool:
         """True if our op accepts `x`.

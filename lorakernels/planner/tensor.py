@@ -5,7 +5,7 @@
     row      forward sums y in bf16, and s   backward gathers dy8 and ds; dB is summed over all rows
 
 A GPU has M/T of the M rows between split layers. Each exchange moves (T − 1) / T of all rows of the layer's width, in
-and out of each GPU, at the links' rate. What is beside a product is as in tensor/fused.py and ranks/exchange.py:
+and out of each GPU, at the links' rate. What is beside a product is as in tensor/projections.py and ranks/exchange.py:
 
     gather   own rows are multiplied while copy engines bring the others'; exposed is what takes longer
     sum      rows of others are multiplied first; each part goes while the next is computed, the own rows' last

@@ -334,3 +334,7 @@ class Plans(Generic[P]):
     def cache_clear(self) -> None:
         self._plans.clear()
         self._refused.clear()
+
+
+# Those of all nodes and functions. A key begins with what records its plan. A plan has some 10 KB.
+PLANS: Plans[Any] = Plans(3072)

@@ -12,8 +12,10 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora
+from lorakernels.autograd.linear.numbers import Numbers
+from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.modules.linear.weights import quantize_weight
-from lorakernels.state.handles import Handle, Numbers
+from lorakernels.state.handles import Handle
 
 
 def net(p: float = 0.0, device: torch.device | str = "cpu") -> nn.Sequential:
@@ -37,9 +39,9 @@ def arguments(drops: bool, adapted: bool) -> tuple:
 @pytest.mark.parametrize(("drops", "adapted"), [(True, True), (False, True), (False, False)])
 def test_opcheck(drops, adapted):
     recipe = BlockScaling("HYBRID")
-    numbers = Numbers("it", None, 0, 1, scaling=2.0, p=0.3 if drops else 0.0, blocks=recipe)
-    handle = Handle(numbers, torch.device("cpu"))
-    op = torch.ops.lorakernels.compiled_linear_forward.default
+    spec = LoRASpec(scaling=2.0, p=0.3 if drops else 0.0, site=1, blocks=recipe)
+    handle = Handle(Numbers("it", None, spec), drops, torch.device("cpu"))
+    op = torch.ops.lorakernels.lora_linear_forward.default
     torch.library.opcheck(op, (*arguments(drops, adapted), handle.tensor, True))
 
 

@@ -20,7 +20,7 @@ from lorakernels import (
     ops,
 )
 from lorakernels.autograd.linear import linear
-from lorakernels.modules.linear import lora as lora_module
+from lorakernels.modules.linear import calls as calls_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout
@@ -47,7 +47,7 @@ def make_layer(k, n, r, *, p=0.0, bias=True, fp8=HYBRID, dtype=torch.float32, de
 def run(layer, x, dy, p):
     """One forward and backward with a known slot; returns y, the gradients and the mask."""
     slot = torch.tensor(SLOT, dtype=torch.int64, device=x.device)
-    with mock.patch.object(lora_module, "draw_slot", return_value=slot):
+    with mock.patch.object(calls_module, "draw_slot", return_value=slot):
         y = layer(x)
     y.backward(dy)
     rows = x.numel() // x.shape[-1]
@@ -346,7 +346,7 @@ def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(fp8, op, draws, monkeypa
     layer = make_layer(40, 16, 4, p=0.3, fp8=fp8)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (
-        mock.patch.object(lora_module, "draw_slot", lambda *_: slot),
+        mock.patch.object(calls_module, "draw_slot", lambda *_: slot),
         mock.patch.object(ops, op, wraps=getattr(ops, op)) as grad_x,
         mock.patch.object(ops, "lora_grad_a", wraps=ops.lora_grad_a) as grad_a,
     ):
@@ -369,7 +369,7 @@ def test_blocks_with_a_mask_drawn_once_have_the_bits_of_one_drawn_twice(dtype, m
         monkeypatch.setattr(linear, "hands_mask_over", lambda *_, draws=draws: draws)
         layer.zero_grad()
         given = x.clone().requires_grad_()
-        with without_plans(), mock.patch.object(lora_module, "draw_slot", return_value=slot):
+        with without_plans(), mock.patch.object(calls_module, "draw_slot", return_value=slot):
             layer(given).backward(dy)
         found.append([given.grad, layer.lora_A.grad, layer.lora_B.grad])
     assert all(map(torch.equal, *found))

@@ -20,8 +20,8 @@ from lorakernels.values import Weight
 
 pytestmark = pytest.mark.slow
 
-LINEAR_FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
-LINEAR_BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
+LINEAR_FORWARD = torch.ops.lorakernels.lora_linear_forward.default
+LINEAR_BACKWARD = torch.ops.lorakernels.lora_linear_backward.default
 
 
 def layer(p=0.0, fp8=DelayedScaling(amax_history_len=4), bias=False, **options):  # noqa: B008  (frozen)
@@ -156,27 +156,27 @@ def arguments():
 
     _, x8, scale_inv, _ = LINEAR_FORWARD(*forward(own))
     backward = (
-        dy, x8, scale_inv, torch.randn(7, 3), own.stored, own.weight_scale_inv,
-        own.lora_A.detach(), own.lora_B.detach(), own.bias.detach(), slot, own.handle.tensor,
+        dy, own.stored, own.weight_scale_inv, own.lora_A.detach(), own.lora_B.detach(), slot,
+        x8, scale_inv, torch.randn(7, 3), own.bias.detach(), own.handle.tensor,
     )  # fmt: skip
     # kept alive: a handle without a layer is refused
     return (plain, own, frozen), {
-        "compiled_linear_forward-fp8": (LINEAR_FORWARD, forward(own)),
-        "compiled_linear_forward-x needs a gradient": (
+        "lora_linear_forward-fp8": (LINEAR_FORWARD, forward(own)),
+        "lora_linear_forward-x needs a gradient": (
             LINEAR_FORWARD,
             forward(own, x.clone().requires_grad_()),
         ),
-        "compiled_linear_forward-plain": (LINEAR_FORWARD, forward(plain)),
-        "compiled_linear_forward-base only": (
+        "lora_linear_forward-plain": (LINEAR_FORWARD, forward(plain)),
+        "lora_linear_forward-base only": (
             LINEAR_FORWARD,
             forward(frozen, adapters=False, slot=None),
         ),
-        "compiled_linear_forward-scaling and p given": (
+        "lora_linear_forward-scaling and p given": (
             LINEAR_FORWARD,
             (*forward(own), 0.5, 0.3),
         ),
-        "compiled_linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4, True)),
-        "compiled_linear_backward-B": (
+        "lora_linear_backward-all": (LINEAR_BACKWARD, (*backward, [True] * 4, True)),
+        "lora_linear_backward-B": (
             LINEAR_BACKWARD,
             (*backward, [False, False, True, False], False, 2.0, 0.1),
         ),
@@ -203,7 +203,7 @@ class Seen(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("case", ["compiled_linear_forward-fp8", "compiled_linear_backward-all"])
+@pytest.mark.parametrize("case", ["lora_linear_forward-fp8", "lora_linear_backward-all"])
 def test_without_gradients_only_a_mode_is_asked(case, monkeypatch):
     """Compiled code calls the ops so; then no kernel of a lower key is called, if nobody has to see it."""
     _layers, cases = arguments()
@@ -225,7 +225,7 @@ def test_without_gradients_only_a_mode_is_asked(case, monkeypatch):
 
 def test_under_autocast_an_op_computes_in_its_own_dtypes():
     _layers, cases = arguments()
-    op, given = cases["compiled_linear_forward-plain"]
+    op, given = cases["lora_linear_forward-plain"]
     with torch.no_grad():
         expected = op(*given)
         with torch.autocast("cpu", torch.bfloat16):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, PhiloxState
 from lorakernels.autograd.linear import linear
-from lorakernels.modules.linear import lora
+from lorakernels.modules.linear import calls
 from lorakernels.numerics.dropout import drawn_mask, keep_scale
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel import ColumnParallelLoRALinear, RowParallelLoRALinear
@@ -23,7 +23,7 @@ from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks import scales as shared_scales
 from lorakernels.parallel.ranks.exchange import CollectiveRows
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.tensor import node as tensor_nodes
+from lorakernels.parallel.tensor.projections import Split
 from lorakernels.recorded.routing import without_plans
 from lorakernels.values import Dropout, Scaled
 
@@ -65,11 +65,11 @@ class Seen:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        project, grad_x, draw = linear.project, linear.grad_x, lora.draw_slot
+        project, grad_x, draw = linear.project, linear.grad_x, calls.draw_slot
 
-        def forward(operand: Scaled, *others: Any) -> Any:
+        def forward(operand: Scaled, *others: Any, **options: Any) -> Any:
             self.x8.append(operand)
-            return project(operand, *others)
+            return project(operand, *others, **options)
 
         def backward(to: Any, dy8: Scaled, *others: Any) -> Any:
             self.dy8.append(dy8)
@@ -83,7 +83,7 @@ class Seen:
             for place, name, own in (
                 (linear, "project", forward),
                 (linear, "grad_x", backward),
-                (lora, "draw_slot", drawn),
+                (calls, "draw_slot", drawn),
             ):
                 stack.enter_context(mock.patch.object(place, name, own))
             yield
@@ -101,9 +101,9 @@ def broken(fault: str) -> Iterator[None]:
         ),
         "each rank's own scale": (shared_scales, "reduce_amax", lambda amax, group: None),
         "equal masks": (
-            tensor_nodes.PartCall,
-            "mask",
-            lambda call, **place: call.spec.dropout(call.slot),
+            Split,
+            "placed",
+            lambda split, to, rows: to,
         ),
         "factors not summed": (CollectiveRows, "total", lambda rows, *parts: [*parts]),
     }

@@ -22,7 +22,7 @@ from lorakernels.parallel.ranks import exchange as row_exchange
 from lorakernels.parallel.ranks import scales as shared_scales
 from lorakernels.parallel.ranks.exchange import CollectiveRows
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.tensor import fused as tensor_fused
+from lorakernels.parallel.tensor import projections as tensor_fused
 from tests.distributed.tensor_layers import relative
 from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted, exact, fp8_state
 

@@ -19,7 +19,7 @@ from lorakernels.ops import checks
 from lorakernels.parallel import parallelize
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.exchange import CollectiveRows
-from lorakernels.parallel.tensor import fused as tensor_fused
+from lorakernels.parallel.tensor import projections as tensor_fused
 from lorakernels.recorded.routing import OVER_RANKS
 from lorakernels.values import Dropout
 from tests.distributed.tensor_models import Way, batch, in_pieces, loss_of, make

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear
+from lorakernels.modules.linear import calls
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Recorded
 
 peft = pytest.importorskip("peft")
-from lorakernels.integrations import _peft_layer  # noqa: E402
 from lorakernels.integrations.peft import patch, register, report, restore  # noqa: E402
 
 FP8 = DelayedScaling()
@@ -342,8 +342,8 @@ def test_a_call_like_one_before_checks_nothing_again(fp8, monkeypatch):
         with without_plans():
             by_ops = launched(layer, x, recorded)
         launched(layer, x, recorded)
-        monkeypatch.setattr(_peft_layer, "check_input", None)
-        monkeypatch.setattr(FrozenFP8Linear, "with_adapter", None)
+        monkeypatch.setattr(calls, "check_input", None)
+        monkeypatch.setattr(calls, "weight_and_call", None)
         before = recorded.runs
         assert by_ops and launched(layer, x, recorded) == by_ops
         assert recorded.runs == before + 2

@@ -19,7 +19,7 @@ from lorakernels import (
     PhiloxStates,
     apply_lora,
 )
-from lorakernels.modules.linear import lora as lora_module
+from lorakernels.modules.linear import calls as calls_module
 
 
 class Net(nn.Module):
@@ -132,7 +132,7 @@ def test_compiles_without_a_graph_break(p, fp8):
     torch._dynamo.reset()
     results = []
     drawn = {name: lambda *_: slot.clone() for name in ("draw_slot", "traced_slot")}
-    with mock.patch.multiple(lora_module, **drawn):
+    with mock.patch.multiple(calls_module, **drawn):
         for run in (net, torch.compile(copy.deepcopy(net), fullgraph=True)):
             torch.manual_seed(3)
             for _ in range(3):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear
-from lorakernels.autograd.linear.plan import PLANS
+from lorakernels.recorded.node import PLANS
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import BF16, FP16, K, M, N, launches, layer, name_tensors

@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lorakernels import LoRALinear
+from lorakernels.autograd.linear.node import Saved
 from lorakernels.recorded.forms import sees_dispatch_keys
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.test_compiled_plan import BF16, OPTIONS, K, layer, rows
 from tests.plans.test_linear_plan import launches
 
-FORWARD = torch.ops.lorakernels.compiled_linear_forward.default
-BACKWARD = torch.ops.lorakernels.compiled_linear_backward.default
+FORWARD = torch.ops.lorakernels.lora_linear_forward.default
+BACKWARD = torch.ops.lorakernels.lora_linear_backward.default
 pytestmark = pytest.mark.skipif(
     not sees_dispatch_keys() or not hasattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback"),
     reason="all calls go through this torch's dispatcher",
@@ -39,10 +40,8 @@ def backward_arguments(given: tuple[Any, ...], made: tuple[Tensor, ...]) -> tupl
     _, weight, scale_inv, _, lora_A, lora_B, slot, handle, training = given
     y, x8, x_scale_inv, s = made
     dy = torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype)
-    factors = (lora_A.detach(), lora_B.detach(), None)
-    needs = [True, True, True, False]
-    base = (weight, scale_inv)
-    return (dy, x8, x_scale_inv, s, *base, *factors, slot, handle, needs, training)
+    saved = Saved(weight, scale_inv, lora_A.detach(), lora_B.detach(), slot, x8, x_scale_inv, s)
+    return (dy, *saved, None, handle, [True, True, True, False], training)
 
 
 @contextmanager
@@ -73,15 +72,15 @@ def test_repeated_calls_pass_the_dispatcher_and_launch_the_same(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, x, slot = layer(name), torch.randn(rows(name), K, dtype=BF16), torch.tensor([5, 6])
-    options = {"scaling": None, "p": None, "mask": None}
+    options = {"scaling": None, "p": None}
     with dry_cuda() as recorded, torch.no_grad(), counted(monkeypatch) as calls:
         recorded.name(**names(module, slot))
 
         def step() -> list[Any]:
             recorded.calls.clear()
             given = forward_arguments(module, x, slot)
-            made = FORWARD(*given, **options, x8=None, x_scale_inv=None)
-            BACKWARD(*backward_arguments(given, made), None, None, None)  # as some torch write it
+            made = FORWARD(*given, **options)
+            BACKWARD(*backward_arguments(given, made), None, None)  # as some torch write it
             return launches(recorded.calls)
 
         with without_plans():

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, batch_adapters
-from lorakernels.autograd.compiled.plan import PLANS
+from lorakernels.autograd import Adapter
 from lorakernels.autograd.linear.plan import ways_of_kinds
 from lorakernels.modules.linear.dora import DoRALinear
+from lorakernels.recorded.node import PLANS
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import launches
@@ -52,7 +53,7 @@ def step(
     module.zero_grad()
     x = x.detach().requires_grad_(needs_dx)
     drawn = slot if module.lora_dropout else None
-    y = module._compiled(x, (module.lora_A, module.lora_B), drawn)
+    y = module.traced(x, Adapter(module.lora_A, module.lora_B), drawn)
     y.backward(torch.cos(torch.arange(y.numel(), device=y.device)).view_as(y).to(y.dtype))
     return [y.detach(), x.grad, module.lora_A.grad, module.lora_B.grad]
 

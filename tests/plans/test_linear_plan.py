@@ -22,7 +22,7 @@ from lorakernels import (
     apply_lora,
     batch_adapters,
 )
-from lorakernels.autograd.linear.plan import PLANS
+from lorakernels.recorded.node import PLANS
 from lorakernels.recorded.routing import without_plans
 from tests.dry_cuda import dry_cuda
 from tests.plans.planned_layers import (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRAConfig, LoRALinear
-from lorakernels.autograd.linear.plan import PLANS
+from lorakernels.recorded.node import PLANS
 from lorakernels.recorded.plan import ALIGNMENT, by_lifetime
 from lorakernels.recorded.stand_in import Memory
 from tests.dry_cuda import dry_cuda

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lorakernels.autograd.linear.numbers import Numbers
 from lorakernels.recorded.forms import forms_of, sees_dispatch_keys
 from lorakernels.recorded.function import FunctionPlan
 from lorakernels.recorded.plan import pick
 from lorakernels.recorded.routing import put_ahead
-from lorakernels.state.handles import Numbers, known_numbers
+from lorakernels.state.handles import known_numbers
 
 MOST_READY = 8  # that a layer remembers of each op
 
@@ -115,7 +116,7 @@ def launch_ahead(
             if plan is None:
                 continue
             if begins and given[-1] and state is not None:
-                state.on_training_forward(numbers.column)
+                state.on_training_forward(numbers.own.column)
             columns = ready.columns(*states) if states else ()
             results = plan.run((*tensors, *columns), ready.sites)
             return by_ops(*given) if results is None else results

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRALinear under torch.compile: one op each way, equal in every layer's trace.
 
-    forward    y, x8, s = compiled_linear_forward(x, W8, A, B, handle, training)
-    backward   dx, dA, dB = compiled_linear_backward(dy, x8, s, W8, A, B, handle, training)
+    forward    y, x8, s = lora_linear_forward(x, W8, A, B, handle, training)
+    backward   dx, dA, dB = lora_linear_backward(dy, x8, s, W8, A, B, handle, training)
 
 Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
 site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from lorakernels.autograd.compiled.call import Found, launch_ahead
 from lorakernels.autograd.compiled.plan import (
+    Layer,
     Planned,
-    Saved,
     backward_plan,
     forward_plan,
     planned_backward,
@@ -34,38 +34,21 @@ from lorakernels.autograd.compiled.plan import (
     run_backward,
     run_forward,
 )
-from lorakernels.autograd.linear.node import Needs, in_bytes
+from lorakernels.autograd.linear.node import Needs, Saved, in_bytes
+from lorakernels.autograd.linear.numbers import Numbers
+from lorakernels.autograd.linear.saved import keep, kept
 from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, check_input
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
-from lorakernels.state.fp8 import FP8State
-from lorakernels.state.handles import Numbers, numbers_of
+from lorakernels.state.handles import numbers_of
 from lorakernels.values import Scaled, Weight
 
 
-def _spec(numbers: Numbers, scaling: float | None, p: float | None, training: bool) -> LoRASpec:
-    key = (scaling, p, training)
-    if key in numbers.made:
-        return numbers.made[key]
-    spec = LoRASpec(
-        scaling=numbers.scaling if scaling is None else scaling,
-        p=numbers.p if p is None else p,
-        site=numbers.site,
-        row0=numbers.row0,
-        chunks=numbers.chunks,
-        blocks=numbers.blocks,
-    )
+def _call(numbers: Numbers, spec: LoRASpec, slot: Tensor | None) -> Call:
     state = numbers.state
-    if state is not None:
-        spec = spec.following(state.recipe, numbers.column, training)
-    numbers.made[key] = spec
-    return spec
-
-
-def _states(state: FP8State | None) -> tuple[Tensor | None, Tensor | None]:
-    """The state of x and of dy; None over a plain base and over blocks."""
-    return (None, None) if state is None else (state.forward, state.backward)
+    states = () if state is None else (state.forward, state.backward)
+    return Call(spec, slot, *states)
 
 
 def _directly(x: Tensor) -> Callable[..., Any]:
@@ -80,7 +63,7 @@ def _directly(x: Tensor) -> Callable[..., Any]:
     return run
 
 
-def compiled_linear_forward(
+def lora_linear_forward(
     x: Tensor,
     weight: Tensor,
     weight_scale_inv: Tensor | None,
@@ -98,17 +81,15 @@ def compiled_linear_forward(
     `scaling` and `p`, if given, replace the layer's own. `weight` may be e4m3.
     """
     numbers = numbers_of(handle)
-    state = numbers.state
-    if state is not None:
-        state.begin(x.device, numbers.column, training)
-    spec = _spec(numbers, scaling, p, training)
+    spec = numbers.spec(training, scaling, p)
+    if numbers.state is not None:
+        numbers.state.begin(x.device, spec.column, training)
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    call = Call(spec, slot, *_states(state))
-    if weight_scale_inv is not None:
-        planned = planned_forward(x, bias, adapter, frozen, call)
-        if planned is not None:
-            return planned
-    return run_forward(_directly(x), x, bias, adapter, in_bytes(frozen), call)
+    layer = Layer(frozen, bias, adapter, _call(numbers, spec, slot))
+    planned = None if weight_scale_inv is None else planned_forward(x, layer)
+    if planned is not None:
+        return planned
+    return run_forward(_directly(x), x, layer._replace(weight=in_bytes(frozen)))
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
@@ -125,17 +106,17 @@ def _fake_forward(  # type: ignore[no-untyped-def]
     return y, made8, scale_inv, s
 
 
-def compiled_linear_backward(
+def lora_linear_backward(
     dy: Tensor,
-    operand: Tensor | None,
-    x_scale_inv: Tensor | None,
-    s: Tensor | None,
     weight: Tensor | None,
     weight_scale_inv: Tensor | None,
     lora_A: Tensor | None,
     lora_B: Tensor | None,
-    bias: Tensor | None,
     slot: Tensor | None,
+    operand: Tensor | None,
+    x_scale_inv: Tensor | None,
+    s: Tensor | None,
+    bias: Tensor | None,
     handle: Tensor,
     needs: Sequence[bool],
     training: bool,
@@ -146,30 +127,22 @@ def compiled_linear_backward(
 
     `operand` is x8, or x over a plain W. `training` is the forward's.
     """
-    numbers = numbers_of(handle)
-    state = numbers.state
+    numbers, needed = numbers_of(handle), Needs(*needs)
+    call = _call(numbers, numbers.spec(training, scaling, p), None)
     dy = dy.contiguous()
-    spec = _spec(numbers, scaling, p, training)
-    need, (state_x, state_dy) = Needs(*needs), _states(state)
-    saved = Saved(
-        Weight(weight, weight_scale_inv) if weight is not None else None,
-        Adapter(lora_A, lora_B, s),
-        None if operand is None else Scaled(operand, x_scale_inv),
-        Call(spec, slot, None, state_dy),
-    )
-    if weight_scale_inv is not None:
-        found = planned_backward(dy, saved, need, state_x)
-        if found is not None:
-            return found
-    if saved.weight is not None:
-        saved = saved._replace(weight=in_bytes(saved.weight))
+    saved = Saved(weight, weight_scale_inv, lora_A, lora_B, slot, operand, x_scale_inv, s)
+    planned = None if weight_scale_inv is None else planned_backward(dy, saved, call, needed)
+    if planned is not None:
+        return planned
+    if weight is not None:
+        saved = saved._replace(weight=in_bytes(Weight(weight)).data)
     dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
-    return run_backward(_directly(dy), dy, saved, need, dtypes)
+    return run_backward(_directly(dy), dy, saved, call, needed, dtypes)  # type: ignore[arg-type]
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
-    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B, bias,
-    slot, handle, needs, training, scaling=None, p=None,
+    dy, weight, weight_scale_inv, lora_A, lora_B, slot, operand, x_scale_inv, s, bias,
+    handle, needs, training, scaling=None, p=None,
 ):  # fmt: skip
     need = Needs(*needs)
     none = [empty(dy, 0) for _ in range(4)]
@@ -182,42 +155,35 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, weight_scale_inv, bias, *others = inputs
-    lora_A, lora_B, slot, handle, training, scaling, p = others
+    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, handle, *numbers = inputs
     _, x8, x_scale_inv, s = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(x8, x_scale_inv, s)
     needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 4, 5, 3)))
-    operand = (x, None) if weight_scale_inv is None else (x8, x_scale_inv)
-    by_reference = needs.x or needs.A
-    planned = by_reference or needs.B  # plans are found by W, also where no dx is computed
-    ctx.save_for_backward(
-        *(operand if needs.A else (None, None)),
-        s if needs.B else None,
-        weight if planned else None,
-        weight_scale_inv if planned else None,
-        lora_A if by_reference else None,
-        lora_B if by_reference or needs.B else None,
-        bias if needs.bias else None,
-        slot if by_reference else None,
-        handle,
-    )
-    ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), (training, scaling, p)
+    frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B, s)
+    operand = Scaled(x) if weight_scale_inv is None else Scaled(x8, x_scale_inv)
+    saved = Saved.of(needs, frozen, adapter, operand, slot)
+    if needs.A:  # dA is made like A
+        saved = saved._replace(lora_A=lora_A)
+    if needs.A or needs.B:  # plans are found by W, also where no dx is computed
+        saved = saved._replace(weight=weight, w_scale_inv=weight_scale_inv)
+    keep(ctx, **saved.by_name(), bias=bias if needs.bias else None, handle=handle)
+    ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), numbers
 
 
 def _differentiate(ctx: Any, dy: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
-    found: list[Tensor | None] = [None] * ctx.inputs
+    grads: list[Tensor | None] = [None] * ctx.inputs
     if dy is None:
-        return tuple(found)
-    grads = backward_op(dy, *ctx.saved_tensors, list(ctx.needs[:4]), *ctx.numbers)
-    for place, grad, needed in zip((0, 4, 5, 3), grads, ctx.needs, strict=False):
-        found[place] = grad if needed else None
-    return tuple(found)
+        return tuple(grads)
+    made = backward_op(dy, *kept(ctx).values(), list(ctx.needs), *ctx.numbers)
+    for place, grad, needed in zip((0, 4, 5, 3), made, ctx.needs, strict=True):
+        grads[place] = grad if needed else None
+    return tuple(grads)
 
 
-backward_op = define_composed(compiled_linear_backward, _fake_backward)
+backward_op = define_composed(lora_linear_backward, _fake_backward)
 forward_op = define_composed(
-    compiled_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
+    lora_linear_forward, _fake_forward, save=_save, differentiate=_differentiate
 )
 
 
@@ -228,48 +194,36 @@ def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) 
     return Found(plan, [i for i in places if args[i] is not None], known.columns, known.sites)
 
 
-def _forward_operands(
-    numbers: Numbers, args: Sequence[Any]
-) -> tuple[Tensor, Tensor | None, Adapter, Weight, Call]:
-    """What `forward_plan` takes, from the first nine arguments of `compiled_linear_forward`."""
-    x, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
-    spec = _spec(numbers, None, None, training)
+def _layer_of(numbers: Numbers, args: Sequence[Any]) -> Layer:
+    """What `forward_plan` takes besides x, of the first nine arguments of `lora_linear_forward`."""
+    _, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    return x, bias, adapter, frozen, Call(spec, slot, *_states(numbers.state))
+    return Layer(frozen, bias, adapter, _call(numbers, numbers.spec(training), slot))
 
 
 def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
     if args[2] is None:  # a plain weight
         return None
-    planned = forward_plan(*_forward_operands(numbers, args))
+    planned = forward_plan(args[0], _layer_of(numbers, args))
     return _found(planned, args, (0, 3, 4, 5, 1, 2, 6))
 
 
 def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`compiled_linear_forward` behind the state's `begin`."""
-    x, bias, adapter, weight, call = _forward_operands(numbers_of(args[7]), args)
-    return run_forward(_directly(x), x, bias, adapter, in_bytes(weight), call)
+    """`lora_linear_forward` behind the state's `begin`."""
+    layer = _layer_of(numbers_of(args[7]), args)
+    return run_forward(_directly(args[0]), args[0], layer._replace(weight=in_bytes(layer.weight)))
 
 
 def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
-    dy, operand, x_scale_inv, s, weight, weight_scale_inv, lora_A, lora_B = args[:8]
-    slot, needs, training = args[9], args[11], args[12]
-    if weight_scale_inv is None:
+    dy, saved, needs, training = args[0], Saved(*args[1:9]), Needs(*args[11]), args[12]
+    if saved.w_scale_inv is None:
         return None
-    state_x, state_dy = _states(numbers.state)
-    spec = _spec(numbers, None, None, training)
-    saved = Saved(
-        Weight(weight, weight_scale_inv),
-        Adapter(lora_A, lora_B, s),
-        None if operand is None else Scaled(operand, x_scale_inv),
-        Call(spec, slot, None, state_dy),
-    )
-    planned = backward_plan(dy, saved, Needs(*needs), state_x)
-    return _found(planned, args, (0, 6, 7, 4, 5, 3, 1, 2, 9))
+    planned = backward_plan(dy, saved, _call(numbers, numbers.spec(training), None), needs)
+    return _found(planned, args, (0, 3, 4, 1, 2, 8, 6, 7, 5))
 
 
 launch_ahead(forward_op, 7, 9, _forward_found, _forward_by_ops, begins=True)
-launch_ahead(backward_op, 10, 13, _backward_found, compiled_linear_backward, begins=False)
+launch_ahead(backward_op, 10, 13, _backward_found, lora_linear_backward, begins=False)
 
 
 def is_compiling() -> bool:
@@ -297,7 +251,7 @@ def compiled_linear(
     """`lora_linear` for a trace: x [..., K] → [..., N].
 
     `base` is (weight, its scale_inv, bias), `adapter` is (A, B). `options` are the optional arguments of
-    `compiled_linear_forward`.
+    `lora_linear_forward`.
     """
     check_input(x, base[0])
     y = forward_op(rows_of(x), *base, *adapter, slot, handle, training, **options)[0]

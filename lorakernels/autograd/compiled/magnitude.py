@@ -16,16 +16,18 @@ import torch
 from torch import Tensor
 
 from lorakernels.autograd.compiled.plan import (
-    PLANS,
-    Saved,
+    Layer,
     planned_backward,
     planned_forward,
     run_backward,
     run_forward,
 )
 from lorakernels.autograd.linear.linear import through_dispatcher
+from lorakernels.autograd.linear.node import Saved
 from lorakernels.autograd.linear.projections import Needs
+from lorakernels.autograd.linear.saved import keep, kept
 from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
+from lorakernels.recorded.node import PLANS
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.recorded.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight
@@ -45,43 +47,30 @@ class MagnitudeNode(torch.autograd.Function):
         g = torch.where(g.abs() < least, least.copysign(g), g)
         assert weight.scale_inv is not None
         by_column = weight._replace(scale_inv=weight.scale_inv * g)
-        adapter = Adapter(lora_A, (g[:, None] * lora_B).to(lora_B.dtype))
-        found = planned_forward(x, None, adapter, by_column, call) if is_plain() else None
-        if found is None:
-            found = run_forward(through_dispatcher, x, None, adapter, by_column, call)
-        y, x8, x_scale_inv, s = found
-        needs = _needs(ctx)
-        ctx.save_for_backward(
-            *(weight if needs.x else (None, None)),
-            lora_A if needs.x else None,
-            lora_B if needs.x or needs.A or needs.B else None,
-            s if needs.B else None,
-            x8 if needs.A else None,
-            x_scale_inv if needs.A else None,
-            y if ctx.needs_input_grad[1] else None,
-            g,
-        )
-        ctx.call, ctx.dtype_A = call._replace(state_x=None), lora_A.dtype
-        ctx.state_x = call.state_x
+        by_g = Adapter(lora_A, (g[:, None] * lora_B).to(lora_B.dtype))
+        layer = Layer(by_column, None, by_g, call)
+        results = planned_forward(x, layer) if is_plain() else None
+        if results is None:
+            results = run_forward(through_dispatcher, x, layer)
+        y, x8, x_scale_inv, s = results
+        needs, adapter = _needs(ctx), Adapter(lora_A, lora_B, s)
+        saved = Saved.of(needs, weight, adapter, Scaled(x8, x_scale_inv), call.slot)
+        keep(ctx, **saved.by_name(), y=y if ctx.needs_input_grad[1] else None, g=g)
+        ctx.call, ctx.dtype_A = call, lora_A.dtype
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *weight, lora_A, lora_B, s, x8, x_scale_inv, y, g = ctx.saved_tensors
-        needs, wide = _needs(ctx), dy.float()
+        *linear, y, g = kept(ctx).values()
+        saved, needs, wide = Saved(*linear), _needs(ctx), dy.float()
         dg = None if y is None else wide.mul(y).sum(0) / g
         scaled = (wide * g).to(dy.dtype).contiguous()
-        saved = Saved(
-            Weight(*weight) if needs.x else None,
-            Adapter(lora_A, lora_B, s),
-            Scaled(x8, x_scale_inv) if needs.A else None,
-            ctx.call,
-        )
-        found = planned_backward(scaled, saved, needs, ctx.state_x) if is_plain() else None
-        if found is None:
-            found = run_backward(through_dispatcher, scaled, saved, needs, (ctx.dtype_A, None))
-        dx, dA, dB, _ = found
+        results = planned_backward(scaled, saved, ctx.call, needs) if is_plain() else None
+        if results is None:
+            dtypes = (ctx.dtype_A, None)
+            results = run_backward(through_dispatcher, scaled, saved, ctx.call, needs, dtypes)
+        dx, dA, dB, _ = results
         return (
             dx if needs.x else None,
             dg,
@@ -99,10 +88,10 @@ def _needs(ctx: Any) -> Needs:
 
 def ways_of(specs: Collection[LoRASpec]) -> set[str]:
     """How a layer's products with a magnitude ran: "" by plans, or else why by the ops."""
-    found = set()
+    ways = set()
     for spec in specs:
         known = spec.memo.get("compiled forward")
         if known is not None:
-            ways = [why for (kind, *_), why in PLANS.ways() if kind is known.kind]
-            found.add(NOT_PLAIN if known.kind is None else (ways or [WATCHED])[0])
-    return found
+            by_plans = [why for (_, kind, *_), why in PLANS.ways() if kind is known.kind]
+            ways.add(NOT_PLAIN if known.kind is None else (by_plans or [WATCHED])[0])
+    return ways

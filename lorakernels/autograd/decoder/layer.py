@@ -36,14 +36,11 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.autograd.decoder.geglu import geglu, geglu_backward
 from lorakernels.autograd.decoder.node import (
-    Kept,
     Trained,
     Wanted,
     adapter_tensors,
     adapters,
     flat,
-    keep,
-    kept,
     no_gradients,
     rms_norm,
     rms_norm_backward,
@@ -58,6 +55,7 @@ from lorakernels.autograd.linear.linear import (
     stack_B,
 )
 from lorakernels.autograd.linear.projections import Projections
+from lorakernels.autograd.linear.saved import Kept, keep, kept
 from lorakernels.numerics.gate_up import packed
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear.projections import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear.saved import Kept
 from lorakernels.values import Scaled
-
-Kept = dict[str, Any]
 
 
 class Trained(NamedTuple):
@@ -54,16 +53,6 @@ class Wanted(NamedTuple):
 
     def __bool__(self) -> bool:
         return any(self.needs) or any(dtype is not None for dtype in self.bias)
-
-
-def keep(ctx: Any, **tensors: Tensor | None) -> None:
-    """`ctx.save_for_backward`, by name."""
-    ctx.kept_names = tuple(tensors)
-    ctx.save_for_backward(*tensors.values())
-
-
-def kept(ctx: Any) -> Kept:
-    return dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True))
 
 
 def adapter_tensors(

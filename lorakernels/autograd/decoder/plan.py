@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +19,12 @@ from lorakernels.autograd.decoder.layer import (
     QKVCall,
 )
 from lorakernels.autograd.linear.projections import PlannedProjections, Projections
-from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
+from lorakernels.recorded.node import PLANS, NodePlan, Operands, run_node
 from lorakernels.recorded.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
+from lorakernels.recorded.shared import shared
 from lorakernels.recorded.stand_in import Recording, Site, column_offset
 from lorakernels.values import Dropout
 
-PLANS: Plans[NodePlan] = Plans(1024)
 _TENSORS = (
     "weight",
     "scale_inv",
@@ -42,9 +41,6 @@ class _Kind:
 
     def __init__(self, forms: Hashable) -> None:
         self.forms = forms
-
-
-_kind = lru_cache(4096)(_Kind)
 
 
 def planned_projections(
@@ -66,7 +62,7 @@ def planned_projections(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
     )
     key = (forms, to.rows, to.ranks, drawn, to.spec.numbers, to.blocks)
-    kind = _kind(key)
+    kind = shared(_Kind, key)
     offset = column_offset(to.spec.column)
     addresses = tuple(s.data_ptr() + offset for s in states if s is not None)
     return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)

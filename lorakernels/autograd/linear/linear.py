@@ -7,10 +7,9 @@
     backward   dy8, ds, dB = quantize_grad(dy, B, s)
                dA = lora_grad_a(ds, x8)                            │  dx = fp8_grad_input(dy8, W8, ds, A)      │
 
-The bars are the places for communication between ranks, before and after each GEMM. The nodes of layers that are split
-over ranks communicate there (parallel/tensor/node.py). Of the nodes with a linear layer, `project` alone multiplies by
-W in forward, and `grad_x` in backward; rows.py has them for some rows. Their arguments are what is sent before
-the GEMM, and their results what is sent after it. The forward of a compiled layer is in compiled/plan.py.
+The bars are the places for communication between ranks, before and after each GEMM. Layers that are split over ranks
+communicate there (parallel/tensor/projections.py). `project` alone multiplies by W in forward, and `grad_x` in
+backward; rows.py has them for some rows. Their arguments are sent before the GEMM, and their results after it.
 
 `quantize_lora_down` draws the dropout mask. In backward, `quantize_grad` draws it again for the other two ops, if all
 three can (`hands_mask_over`). Otherwise each of those two draws it. Over ranks a kernel of its own draws it for both.
@@ -65,15 +64,21 @@ def lora_down(x: Tensor, to: Projections) -> Tensor | None:
     return torch.cat([ops.quantize_lora_down(x, a, None, mask)[2] for a, mask in parts], 1)
 
 
-def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
-    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask."""
+def quantize_down(
+    x: Tensor, to: Projections, run: Run = through_dispatcher
+) -> tuple[Scaled, Tensor | None]:
+    """(x8 and scale_inv, or x itself over a plain base; s) of x [M, K], which is read once if there is one mask.
+
+    `run` calls an op, where there is one mask at most.
+    """
     one = len(to.masks) <= 1
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
     if to.quantized or (to.adapted and one):
         lora_A = to.lora_A if one else None
         power = None if to.blocks is None else to.blocks.power_2_scale
-        x8, scale_inv, s = ops.quantize_lora_down(x, lora_A, to.scaling_x(x), mask, power)
+        scaling = to.scaling_x(x)
+        x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, mask, power)
         operand = Scaled(x8, scale_inv) if to.quantized or power is not None else operand
     operand = quantize_in_blocks(operand, to.blocks)
     return operand, s if one and to.adapted else lora_down(x, to)
@@ -98,16 +103,20 @@ def project(
     stacked_B: Tensor | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    run: Run = through_dispatcher,
 ) -> Tensor:
     """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
+    y: Tensor
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
     if to.blocks is not None:
         x = quantize_in_blocks(operand, to.blocks)
-        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual, to.diagonal)
-    return ops.fp8_linear_lora(
-        operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual, to.diagonal
-    )
+        given = (x, weight, to.bias, up, out_dtype, residual, to.diagonal)
+        y = run(ops.fp8_block_linear, *given)
+        return y
+    split, side = to.spec.split_fprop, to.diagonal
+    y = run(ops.fp8_linear_lora, operand, weight, to.bias, up, out_dtype, split, residual, side)
+    return y
 
 
 def projected(
@@ -117,10 +126,11 @@ def projected(
     stacked_B: Tensor | None,
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
+    keeps_s: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(y as of `project`, s as backward reads it), also over ranks."""
+    """(y as of `project`, s as backward reads it), also over ranks. Without `keeps_s`, backward does not read it."""
     if to.over is not None:
-        return to.over.project(operand, s, to, stacked_B, out_dtype, residual)
+        return to.over.project(operand, s, to, stacked_B, out_dtype, residual, keeps_s)
     return project(operand, s, to, stacked_B, out_dtype, residual), s
 
 

@@ -33,7 +33,8 @@ def lora_linear(
     if (dtype := autocast_dtype(kind)) is not None:
         x = x.to(dtype)
     x = x if x.is_contiguous() else x.contiguous()
-    y = planned_linear(x, weight, bias, adapter, call) if kind == "cuda" else None
+    by_plan = kind == "cuda" and call.over is None
+    y = planned_linear(x, weight, bias, adapter, call) if by_plan else None
     if y is not None:
         return y
     weight, shape = in_bytes(weight), x.shape

@@ -3,12 +3,12 @@
 
 Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the
 wanted gradients need is saved. Parameters are saved by reference. Under BlockScaling x8 has a scale_inv for each
-1 × 128, and nothing but results is written.
+1 × 128, and nothing but results is written. Layers that ranks hold together and compiled calls run the same functions.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,58 +16,112 @@ from torch import Tensor
 from lorakernels.autograd.linear import linear
 from lorakernels.autograd.linear.linear import Run, through_dispatcher
 from lorakernels.autograd.linear.projections import Adapters, Needs, Projections
+from lorakernels.autograd.linear.saved import keep, kept
 from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled, Weight
 
 
-def _save(
-    ctx: Any,
-    needs: Needs,
-    x: Scaled,
-    weight: Weight,
+class Saved(NamedTuple):
+    """What backward reads of a linear layer; None for what no gradient needs.
+
+    Attributes:
+        weight, w_scale_inv: of a `Weight`.
+        lora_A, lora_B, s: of an `Adapter`.
+        slot: of a `Call`.
+        x, x_scale_inv: x8 and its scale_inv, or x over a plain base.
+    """
+
+    weight: Tensor | None
+    w_scale_inv: Tensor | None
+    lora_A: Tensor | None
+    lora_B: Tensor | None
+    slot: Tensor | None
+    x: Tensor | None
+    x_scale_inv: Tensor | None
+    s: Tensor | None
+
+    @classmethod
+    def of(
+        cls, needs: Needs, weight: Weight, adapter: Adapter, operand: Scaled, slot: Tensor | None
+    ) -> Saved:
+        lora_A, lora_B, s = adapter
+        any_mask = needs.x or needs.A
+        return cls(
+            weight.data if needs.x else None,
+            weight.scale_inv if needs.x else None,
+            lora_A if needs.x else None,
+            lora_B if any_mask or needs.B else None,
+            slot if any_mask else None,
+            operand.data if needs.A else None,
+            operand.scale_inv if needs.A else None,
+            s if needs.B else None,
+        )
+
+    def by_name(self) -> dict[str, Tensor | None]:
+        return self._asdict()
+
+
+class Gradients(NamedTuple):
+    """dx [M, K], dA, dB and dbias of a linear layer; None for what is not needed."""
+
+    x: Tensor | None
+    A: Tensor | None
+    B: Tensor | None
+    bias: Tensor | None
+
+
+def forward(
+    x: Tensor,
     bias: Tensor | None,
     adapter: Adapter,
+    weight: Weight,
     call: Call,
-) -> None:
-    """Keep what `gradients` reads."""
-    lora_A, lora_B, s = adapter
-    ctx.save_for_backward(
-        weight.data if needs.x else None,
-        weight.scale_inv if needs.x else None,
-        lora_A if needs.x else None,
-        lora_B if needs.x or needs.A or needs.B else None,
-        call.slot if needs.x or needs.A else None,
-        x.data if needs.A else None,
-        x.scale_inv if needs.A else None,
-        s if needs.B else None,
-    )
-    ctx.state_dy, ctx.spec = call.state_dy, call.spec
-    ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
+    keeps_s: bool = True,
+    run: Run = through_dispatcher,
+) -> tuple[Tensor, Scaled, Tensor | None]:
+    """(y [M, N], x8 and its scale_inv or x itself over a plain base, s [M, R] or None) of x [M, K].
+
+    Args:
+        keeps_s: whether backward will read s.
+        run: calls an op.
+    """
+    to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
+    to = to.placed(x.shape[0])
+    operand, s = linear.quantize_down(x, to, run)
+    if to.over is None:
+        return linear.project(operand, s, to, adapter.B, x.dtype, None, run), operand, s
+    y, s = linear.projected(operand, s, to, adapter.B, x.dtype, keeps_s=keeps_s)
+    return y, operand, s
 
 
 def gradients(
-    ctx: Any, needs: Needs, dy: Tensor, run: Run = through_dispatcher
-) -> tuple[Tensor | None, ...]:
-    """(dx [M, K], dA, dB, dbias) from a contiguous dy [M, N]; None for what is not needed.
+    saved: Saved,
+    call: Call,
+    dtypes: tuple[torch.dtype | None, torch.dtype | None],
+    needs: Needs,
+    dy: Tensor,
+    run: Run = through_dispatcher,
+) -> Gradients:
+    """Those that `needs` asks for, from a contiguous dy [M, N].
 
-    `run(op, *arguments)` calls an op.
+    Args:
+        call: the forward's, without what `saved` has.
+        dtypes: of A and of the bias; None for what is not there.
+        run: calls an op.
     """
-    weight, w_scale_inv, lora_A, lora_B, slot, x8, x_scale_inv, s = ctx.saved_tensors
-    dtype_A, dtype_bias = ctx.dtypes
-    call = Call(ctx.spec, slot, None, ctx.state_dy)
-    frozen, adapter = Weight(weight, w_scale_inv), Adapter(lora_A, lora_B)
-    to = Projections.single(frozen, None, adapter, dy.shape[1], call)
-    adapters = Adapters(s, dtype_A, [] if lora_B is None else [lora_B])
+    frozen, adapter = Weight(saved.weight, saved.w_scale_inv), Adapter(saved.lora_A, saved.lora_B)  # type: ignore[arg-type]
+    to = Projections.single(frozen, None, adapter, dy.shape[1], call._replace(slot=saved.slot))
+    dtype_A, dtype_bias = dtypes
+    adapters = Adapters(saved.s, dtype_A, [] if adapter.B is None else [adapter.B])
 
     def operand() -> Scaled:
-        return Scaled(x8, x_scale_inv)
+        return Scaled(saved.x, saved.x_scale_inv)  # type: ignore[arg-type]
 
-    found = linear.gradients(to, dy, None, operand, adapters, needs, run=run)
+    grads = linear.gradients(to, dy, None, operand, adapters, needs, run=run)
     (dbias,) = linear.bias_gradients(to, dy, [dtype_bias if needs.bias else None])
-    dA, dB = (*found.A, None)[0], (*found.B, None)[0]
-    return found.x, dA, dB, dbias
+    return Gradients(grads.x, (*grads.A, None)[0], (*grads.B, None)[0], dbias)
 
 
 class LinearNode(torch.autograd.Function):
@@ -81,19 +135,23 @@ class LinearNode(torch.autograd.Function):
         weight: Weight,
         call: Call,
     ) -> Tensor:
-        """y [M, N] of x [M, K]."""
-        adapter = Adapter(lora_A, lora_B)
-        to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
-        operand, s = linear.quantize_down(x, to)
-        y = linear.project(operand, s, to, lora_B, x.dtype)
-        _save(ctx, _needs(ctx), operand, weight, bias, adapter._replace(s=s), call)
+        """y [M, N] of x [M, K]. Over ranks that split rows, M of y is not that of x."""
+        needs, adapter = _needs(ctx), Adapter(lora_A, lora_B)
+        y, operand, s = forward(x, bias, adapter, weight, call, keeps_s=needs.B)
+        saved = Saved.of(needs, weight, adapter._replace(s=s), operand, call.slot)
+        if call.over is not None:  # parts are told from W's shape, also where no dx is computed
+            saved = saved._replace(weight=weight.data, w_scale_inv=weight.scale_inv)
+        keep(ctx, **saved.by_name())
+        ctx.spec, ctx.state_dy, ctx.over = call.spec, call.state_dy, call.over
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dA, dB, dbias = gradients(ctx, _needs(ctx), dy.contiguous())
-        return dx, dbias, dA, dB, None, None
+        call = Call(ctx.spec, None, None, ctx.state_dy, ctx.over)
+        grads = gradients(Saved(**kept(ctx)), call, ctx.dtypes, _needs(ctx), dy.contiguous())
+        return grads.x, grads.bias, grads.A, grads.B, None, None
 
 
 def _needs(ctx: Any) -> Needs:

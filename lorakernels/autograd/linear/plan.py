@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from lorakernels.autograd.linear.node import LinearNode
-from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, SharedNumbers
+from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, SharedSpec
 from lorakernels.recorded.forms import forms_of
-from lorakernels.recorded.node import NodePlan, Operands, Plans, run_node
+from lorakernels.recorded.node import PLANS, NodePlan, Operands, run_node
 from lorakernels.recorded.routing import NOT_PLAIN, PLAIN, WATCHED, are_plain, is_plain
+from lorakernels.recorded.shared import shared
 from lorakernels.recorded.stand_in import NotPlanned, Recording, Site, column_offset
 from lorakernels.values import Weight
 
@@ -56,12 +57,12 @@ class LinearKind(NamedTuple):
     forms: tuple[tuple[torch.Size, torch.dtype] | None, ...]
     scales: torch.Size
     state: torch.Size | None
-    numbers: SharedNumbers
+    numbers: SharedSpec
     device: int
 
 
 class Kind:
-    """A LinearKind, compared by identity, which is quicker. A second object for an equal one costs a second plan."""
+    """A LinearKind, compared by identity (recorded/shared.py)."""
 
     def __init__(self, value: LinearKind) -> None:
         self.value = value
@@ -91,9 +92,6 @@ class Kind:
         call = Call(replace(self.value.numbers.spec, site=Site(0)), slot, *states)
         columns = 0 if state is None else 2
         return Operands(given, (x, *tensors, weight, call), (0, 1, 2, 3), columns)
-
-
-_kind = lru_cache(4096)(Kind)
 
 
 class _Taken(NamedTuple, Generic[P]):
@@ -130,25 +128,25 @@ class Known(Generic[P]):
 
     def ask(
         self,
-        plans: Plans[P],
         record: Callable[..., P],
         tensors: LinearTensors,
         given: Sequence[Tensor],
         key: Hashable,
         *more: Hashable,
     ) -> P | None:
-        """`plans`' plan of `tensors`' kind, which `record(kind, *more)` makes; None if the ops have to run.
+        """The plan of `tensors`' kind, which `record(kind, *more)` makes; None if the ops have to run.
 
         `given` and `key` are what `plan` finds it by.
         """
         kind = self.kind = _ask(tensors, self._numbers)
         if kind is None:
             return None
-        whole = (kind, *more)
+        whole = (record, kind, *more)
+        plan: P | None
         try:
-            plan = plans[whole]
+            plan = PLANS[whole]
         except KeyError:
-            plan = plans.make(whole, partial(record, *whole))
+            plan = PLANS.make(whole, partial(*whole))
         if plan is not None:
             taken = _Taken(key, len(given), forms_of(given), ref(plan))
             self._taken = (taken, *self._taken[: MOST_PLANS - 1])
@@ -161,7 +159,7 @@ class Known(Generic[P]):
         return state_x.data_ptr() + self._offset, state_dy.data_ptr() + self._offset
 
 
-def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
+def _ask(tensors: LinearTensors, numbers: SharedSpec) -> Kind | None:
     bias, lora_A, lora_B, data, scale_inv, state, _ = tensors
     if scale_inv is None or data is None or not are_plain(*tensors):
         return None
@@ -170,7 +168,8 @@ def _ask(tensors: LinearTensors, numbers: SharedNumbers) -> Kind | None:
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])
     of_state, device = None if state is None else state.shape, data.get_device()
-    return _kind(LinearKind(data.shape, forms, scale_inv.shape, of_state, numbers, device))
+    kind = LinearKind(data.shape, forms, scale_inv.shape, of_state, numbers, device)
+    return shared(Kind, kind)
 
 
 def known_of(spec: LoRASpec, by: str) -> Known[Any]:
@@ -182,7 +181,6 @@ def known_of(spec: LoRASpec, by: str) -> Known[Any]:
 
 
 _NONE: tuple[bool, ...] = (False,) * 4  # of what needs a gradient
-PLANS: Plans[NodePlan] = Plans(1024)  # a plan has some 10 KB
 
 
 # A plan, what is known of the layer, and x with those tensors that are there, but for the states
@@ -211,7 +209,7 @@ def found_linear(
         if grad:
             flags = tuple([t is not None and t.requires_grad for t in (x, *tensors[:3])])
         more = (x.shape, x.dtype, draws, flags)
-        plan = known.ask(PLANS, _record, tensors, given, (draws, grad), *more)
+        plan = known.ask(_record, tensors, given, (draws, grad), *more)
     if plan is None:
         return None
     if tensors[-1] is not None:
@@ -241,7 +239,7 @@ def planned_linear(
 ) -> Tensor | None:
     """y [..., N] of a contiguous x [..., K] on a GPU; None where the ops have to run."""
     lora_A, lora_B, _ = adapter
-    spec, slot, state, state_dy = call
+    spec, slot, state, state_dy, _ = call
     tensors = (bias, lora_A, lora_B, *weight, state, state_dy)
     found = found_linear(x, tensors, spec, slot is not None, asks=True)
     return None if found is None else run_linear(found, tensors, spec, slot)
@@ -249,10 +247,11 @@ def planned_linear(
 
 def ways_of_kinds() -> dict[Kind, str]:
     """For each kind of layer that ran eagerly on a GPU "" if there is a plan, or else why there is none."""
-    found: dict[Kind, str] = {}
-    for (kind, *_), why_not in PLANS.ways():
-        found[kind] = why_not and found.get(kind, why_not)
-    return found
+    ways: dict[Kind, str] = {}
+    for (record, kind, *_), why_not in PLANS.ways():
+        if record is _record:
+            ways[kind] = why_not and ways.get(kind, why_not)
+    return ways
 
 
 def way_of(spec: LoRASpec, kinds: Mapping[Kind, str]) -> str | None:

@@ -84,6 +84,7 @@ class OverRanks(Protocol):
         stacked_B: Tensor | None,
         out_dtype: torch.dtype,
         residual: Tensor | None,
+        keeps_s: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """As `projected`."""
 
@@ -169,6 +170,7 @@ class Projections(NamedTuple):
             state_dy=call.state_dy,
             spec=call.spec,
             blocks=call.spec.blocks,
+            over=call.over,
         )
 
     @property
@@ -186,7 +188,7 @@ class Projections(NamedTuple):
 
     @property
     def quantized(self) -> bool:
-        return self.state_x is not None
+        return self.state_dy is not None
 
     @property
     def side(self) -> SideBySide:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of linear.py for some of all rows, so that ranks exchange others meanwhile (parallel/tensor/fused.py).
+"""The products of linear.py for some of all rows. Ranks exchange others meanwhile (parallel/tensor/projections.py).
 
 `project_rows` and `grad_rows` write into a tensor that has all rows. Per row they compute what `project` and `grad_x`
 do, of an operand with one scale. `grad_rows` takes one mask at most.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lorakernels.config import BlockScaling, DelayedScaling
 from lorakernels.ops.hardware import FLOATS
+from lorakernels.recorded.shared import shared
 from lorakernels.values import Dropout, Scaling
 
 
@@ -58,9 +59,9 @@ class LoRASpec:
         )
 
     @cached_property
-    def numbers(self) -> SharedNumbers:
+    def numbers(self) -> SharedSpec:
         """These numbers without what differs from layer to layer: the column and the site are 0."""
-        return _shared(replace(self, column=0, site=0))
+        return shared(SharedSpec, replace(self, column=0, site=0))
 
     def of_state(self, state: Tensor | None) -> Scaling | None:
         """This call's scale in one direction of an FP8 state; None over a plain base."""
@@ -74,15 +75,10 @@ class LoRASpec:
 
 
 @dataclass(frozen=True, eq=False)
-class SharedNumbers:
-    """A `LoRASpec` of several layers, compared by identity: equal numbers are one object."""
+class SharedSpec:
+    """A `LoRASpec` of several layers, compared by identity: equal ones are one object."""
 
     spec: LoRASpec
-
-
-@lru_cache(4096)
-def _shared(spec: LoRASpec) -> SharedNumbers:
-    return SharedNumbers(spec)
 
 
 class Call(NamedTuple):
@@ -92,30 +88,18 @@ class Call(NamedTuple):
         spec: scaling, dropout probability and which columns of the FP8 state to use.
         slot: int64 [2] random slot; None draws no mask (dropout off).
         state_x, state_dy: `FP8State.forward` and `.backward`; None over a plain base.
+        over: how ranks hold the layer together, an `OverRanks` of projections.py; None where one has all of it.
     """
 
     spec: LoRASpec
     slot: Tensor | None = None
     state_x: Tensor | None = None
     state_dy: Tensor | None = None
-
-    @property
-    def scaling_x(self) -> Scaling | None:
-        return self.spec.of_state(self.state_x)
+    over: Any = None
 
     @property
     def dropout(self) -> Dropout | None:
         return self.spec.dropout(self.slot)
-
-
-class AdapterNumbers(NamedTuple):
-    """The first fields of `LoRASpec`: those that an adapter decides."""
-
-    scaling: float = 1.0
-    p: float = 0.0
-    site: int = 0
-    row0: int = 0
-    chunks: tuple[int, ...] = ()
 
 
 class Adapter(NamedTuple):

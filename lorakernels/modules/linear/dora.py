@@ -14,20 +14,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import AdapterNumbers, check_input, is_compiling
+from lorakernels.autograd import check_input, is_compiling
 from lorakernels.autograd.compiled.magnitude import MagnitudeNode, ways_of
 from lorakernels.autograd.linear.lora_linear import lora_linear
 from lorakernels.autograd.linear.node import in_bytes
 from lorakernels.autograd.linear.plan import way_of
-from lorakernels.autograd.linear.values import Adapter, Call
+from lorakernels.autograd.linear.values import Adapter
 from lorakernels.config import LoRAConfig
+from lorakernels.modules.linear.calls import weight_and_call
 from lorakernels.modules.linear.holder import refuse_held
 from lorakernels.modules.linear.initial import Initial
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.dropout import masked
 from lorakernels.recorded.routing import WATCHED
-from lorakernels.values import Dropout, Weight
+from lorakernels.values import Dropout
 
 
 class DoRALinear(LoRALinear):
@@ -96,7 +97,7 @@ class DoRALinear(LoRALinear):
         if self.merged or self.disable_adapters:
             return super().forward(x)
         self._check_eager(x)
-        check_input(x, self._held)
+        check_input(x, self.held)
         x = x.to(_dtype_of(x))
         if self.fp8_state is not None:
             self.fp8_state.begin(x.device, self.column, self.training)
@@ -114,7 +115,7 @@ class DoRALinear(LoRALinear):
         slot = self.draw_slot(x.device)
         kept, factor = masked(rows, Dropout(slot, self.lora_dropout, self.site))
         kept = (kept * factor).view(x.shape)
-        weight, call = self._held_and_call(AdapterNumbers())
+        weight, call = weight_and_call(self, self._numbers.spec(self.training, 1.0, 0.0), None)
         y = lora_linear(x - kept, weight, self.bias, Adapter(), call)
         return y + self._turned(kept)
 
@@ -124,7 +125,7 @@ class DoRALinear(LoRALinear):
         Over FP8 with one scale, g is in the scale of each of the product's columns. Else g multiplies what the product
         has written, and so it does in float16, which has too few exponents for g ⊙ B.
         """
-        weight, call = self._held_and_call(AdapterNumbers(self.scaling))
+        weight, call = weight_and_call(self, self._numbers.spec(self.training, p=0.0), None)
         if self.fp8_state is None or x.dtype == torch.float16:
             y = lora_linear(x, weight, None, Adapter(self.lora_A, self.lora_B), call)
             return (y.float() * self._factor()).to(y.dtype)
@@ -134,16 +135,11 @@ class DoRALinear(LoRALinear):
         )
         return y.view(*x.shape[:-1], y.shape[1])
 
-    def _held_and_call(self, numbers: AdapterNumbers) -> tuple[Weight, Call]:
-        state, training = self.fp8_state, self.training
-        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
-        states = () if state is None else (state.forward, state.backward)
-        return Weight(self._held, self.weight_scale_inv), Call(spec, None, *states)
-
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
-        ways = {way_of(spec, kinds) for spec in self._specs.values() if "linear" in spec.memo}
-        found = {way for way in ways if way is not None} | ways_of(self._specs.values())
-        return sorted(found or ({WATCHED} if self._specs else ()))
+        specs = self._numbers.specs.values()
+        ways = {way_of(spec, kinds) for spec in specs if "linear" in spec.memo}
+        all_ways = {way for way in ways if way is not None} | ways_of(specs)
+        return sorted(all_ways or ({WATCHED} if specs else ()))
 
     def _check_eager(self, x: Tensor) -> None:
         what = "torch.compile" if is_compiling() else ""

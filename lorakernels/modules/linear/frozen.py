@@ -11,26 +11,21 @@ from torch import Tensor, nn
 
 from lorakernels.autograd import (
     Adapter,
-    AdapterNumbers,
-    Call,
     LoRASpec,
-    check_input,
     compiled_linear,
-    is_compiling,
-    lora_linear,
 )
+from lorakernels.autograd.linear.numbers import Numbers
+from lorakernels.autograd.linear.projections import OverRanks
 from lorakernels.config import DelayedScaling, Recipe
-from lorakernels.modules.linear.planned import planned_call
+from lorakernels.modules.linear.calls import call
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.stored_weight import StoredWeight, frozen, is_sharded
 from lorakernels.modules.linear.weights import quantize_weight
 from lorakernels.state.fp8 import FP8State
-from lorakernels.state.handles import Handle, Numbers
+from lorakernels.state.handles import Handle
 from lorakernels.values import Weight
 
 _Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
-_NO_NUMBERS = AdapterNumbers()
-MOST_SPECS = 16  # that a layer remembers
 __all__ = ["FrozenFP8Linear", "is_sharded", "quantize_weight"]
 
 
@@ -60,11 +55,8 @@ class FrozenFP8Linear(StoredWeight):
     bytes.
     """
 
-    repeats_calls = True  # `planned_call` stands for `with_adapter`
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.repeats_calls = cls.with_adapter is FrozenFP8Linear.with_adapter
+    over: OverRanks | None = None  # a layer over ranks (lorakernels.parallel.tensor.layers) has one
+    skip_bias_add = False  # likewise, in Megatron's terms
 
     def __init__(
         self,
@@ -188,60 +180,24 @@ class FrozenFP8Linear(StoredWeight):
             ValueError: x's last dimension is not K, or x is on another device.
             RuntimeError: gradients are computed, and `weight.requires_grad` is True, though the weight is frozen.
         """
-        compiling = torch.compiler.is_compiling()
-        if not compiling and (y := planned_call(self, x, None, None, _NO_NUMBERS)) is not None:
-            return y
-        check_input(x, self._held)
-        return self.with_adapter(x, Adapter(), _NO_NUMBERS, None)
+        return call(self, x, Adapter(), scaling=1.0, p=0.0)
 
-    def with_adapter(
-        self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
-    ) -> Tensor:
-        """`forward` with an adapter, of an x [..., K] that `check_input` has taken.
-
-        Args:
-            adapter: A [R, K] and B [N, R], or None for both.
-            numbers: the adapter's scaling, dropout probability, site and first row.
-            slot: int64 [2], Philox's key and offset; None draws no mask.
-        """
-        if is_compiling():
-            scaling, p, *_ = numbers
-            return self._compiled(x, (adapter.A, adapter.B), slot, scaling=scaling, p=p)
-        state, training = self.fp8_state, self.training
-        if state is not None:
-            state.begin(x.device, self._column, training)
-        spec = self._specs.get((numbers, training)) or self._spec(numbers, training)
-        buffers, parameters = self._buffers, self._parameters
-        weight = Weight(self._held, buffers["weight_scale_inv"])
-        states = () if state is None else (state.forward, state.backward)
-        call = Call(spec, slot, *states)
-        return lora_linear(x, weight, parameters.get("bias"), adapter, call)
-
-    def _spec(self, numbers: AdapterNumbers, training: bool) -> LoRASpec:
-        """Kept in `_specs` until a number of the layer changes, or an adapter of PEFT's has had many scalings."""
-        state, spec = self.fp8_state, LoRASpec(*numbers, blocks=self.block_scaling)
-        if state is not None:
-            spec = spec.following(state.recipe, self._column, training)
-        if not torch.compiler.is_compiling():  # an export takes it for a side effect
-            if len(self._specs) >= MOST_SPECS:
-                self._specs.clear()
-            self._specs[numbers, training] = spec
-        return spec
-
-    def _compiled(
+    def traced(
         self,
         x: Tensor,
-        adapter: tuple[Tensor | None, Tensor | None],
+        adapter: Adapter,
         slot: Tensor | None,
-        **options: Any,
+        scaling: float | None = None,
+        p: float | None = None,
     ) -> Tensor:
-        """`with_adapter` in a trace. It reads no number that differs between layers, so that they share the trace."""
-        handle = self._handle.tensor
-        base = (self._held, self.weight_scale_inv, self.bias)
-        return compiled_linear(x, base, adapter, slot, handle, self.training, **options)
+        """`call` in a trace. It reads no number that differs between layers, so that they share the trace."""
+        base = (self.held, self.weight_scale_inv, self.bias)
+        handle, factors = self._handle.tensor, (adapter.A, adapter.B)
+        return compiled_linear(x, base, factors, slot, handle, self.training, scaling=scaling, p=p)
 
-    def _numbers(self) -> Numbers:
-        return Numbers(self.name, self.fp8_state, self.column, blocks=self.block_scaling)
+    def _own_spec(self) -> LoRASpec:
+        """The numbers of the layer's own adapter. Without one there is nothing to scale or to drop."""
+        return LoRASpec(blocks=self.block_scaling)
 
     @property
     def handle(self) -> Handle:
@@ -252,8 +208,8 @@ class FrozenFP8Linear(StoredWeight):
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
-        self._specs: dict[tuple[AdapterNumbers, bool], LoRASpec] = {}
-        self._handle = Handle(self._numbers(), weight.device)
+        numbers = Numbers(self.name, self.fp8_state, self._own_spec(), self.column)
+        self._numbers, self._handle = numbers, Handle(numbers, numbers.own.p > 0, weight.device)
 
     def weight_moved(self) -> None:
         """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""
@@ -267,8 +223,8 @@ class FrozenFP8Linear(StoredWeight):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle and deepcopy, without the handle."""
-        own = super().__getstate__()
-        return {k: v for k, v in own.items() if k not in ("_handle", "_specs")}
+        state = super().__getstate__()
+        return {k: v for k, v in state.items() if k not in ("_handle", "_numbers")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -5,34 +5,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from lorakernels.autograd import (
-    Adapter,
-    AdapterNumbers,
-    check_input,
-    is_compiling,
-    traced_slot,
-)
-from lorakernels.autograd.linear.adapter_rows import AdapterRows, CallRows
+from lorakernels.autograd import Adapter, LoRASpec
+from lorakernels.autograd.linear.adapter_rows import CallRows
 from lorakernels.autograd.linear.plan import way_of
 from lorakernels.config import LoRAConfig
+from lorakernels.modules.linear.calls import call, call_own, number, rows_of_call
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.initial import NAMES, Initial, initial_adapter, initial_of
 from lorakernels.modules.linear.mergeable import MergeableLinear
-from lorakernels.modules.linear.number import number
-from lorakernels.modules.linear.planned import planned_call
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.state_entries import is_apart
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
-from lorakernels.state.handles import Numbers
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
 
@@ -44,14 +35,6 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
             f"lora_A must be [R, K], found {list(lora_A.shape)}: choose one adapter by AdapterBatch.only(name)"
         )
     return scaling * (lora_B.float() @ lora_A.float())
-
-
-def rows_of_call(layer: LoRALinear) -> AdapterRows | None:
-    """Which adapters the rows of the call that begins have; None outside of `AdapterBatch.rows`."""
-    calls = layer.adapter_rows
-    if calls is None or not calls.asked:
-        return None
-    return calls.of(layer.lora_A.device, layer.training)
 
 
 @_disable_dynamo
@@ -260,18 +243,11 @@ class LoRALinear(MergeableLinear):
         else:
             nn.init.zeros_(self.lora_B)
 
-    def _numbers(self) -> Numbers:
-        known = vars(self)  # while the layer is constructed, some are missing
-        own = {"scaling": "scaling", "p": "lora_dropout"} | {
-            n: n for n in ("site", "row0", "chunks")
-        }
-        return replace(super()._numbers(), **{k: known[v] for k, v in own.items() if v in known})
-
-    def renew_handle(self) -> None:
-        super().renew_handle()
-        if "row0" in (own := self.__dict__):  # the last number that the construction sets
-            numbers = own["scaling"], own["lora_dropout"], own["site"], own["row0"]
-            self._of_calls = AdapterNumbers(*numbers, self.chunks)
+    def _own_spec(self) -> LoRASpec:
+        values = vars(self)  # while the layer is constructed, some are missing
+        numbers = {"scaling": "scaling", "p": "lora_dropout", "site": "site", "row0": "row0"}
+        given = {field: values[name] for field, name in numbers.items() if name in values}
+        return LoRASpec(**given, chunks=self.chunks, blocks=self.block_scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.
@@ -288,31 +264,15 @@ class LoRALinear(MergeableLinear):
                 refuse_merged_batch(self)
                 return super().forward(x)
             return self._without_adapter(x)
-        compiling = torch.compiler.is_compiling()
-        if compiling and is_compiling():
-            drops = self.training and self._handle.drops
-            slot = traced_slot(self.rng_state, self._handle.tensor) if drops else None
-            factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
-            if self.adapter_rows is not None and self.adapter_rows.asked:
-                factors = _traced_factors(self)
-            check_sequences(x, adapters_of(factors[0]))
-            return self._compiled(x, factors, slot)
-        own = self.__dict__  # a property takes several times as long
-        parameters, numbers = own["_parameters"], own["_of_calls"]
-        lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
-        if "adapter_rows" in own:
-            if (rows := rows_of_call(self)) is not None:
-                lora_A, lora_B = rows.factors(lora_A, lora_B)
-            check_sequences(x, adapters_of(lora_A))
-        drops = own["training"] and numbers.p > 0
-        draw, rng_state = draw_slot if drops else None, own["rng_state"]
-        if not compiling:
-            y = planned_call(self, x, lora_A, lora_B, numbers, draw, rng_state)
-            if y is not None:
-                return y
-        check_input(x, self._held)
-        slot = None if draw is None else draw(rng_state, x.device)
-        return self.with_adapter(x, Adapter(lora_A, lora_B), numbers, slot)
+        if not torch.compiler.is_compiling():
+            return call_own(self, x)
+        factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
+        if self.adapter_rows is not None and self.adapter_rows.asked:
+            factors = _traced_factors(self)
+        check_sequences(x, adapters_of(factors[0]))
+        return call(
+            self, x, Adapter(*factors), self.training and self._handle.drops, self.rng_state
+        )
 
     def draw_slot(self, device: torch.device) -> Tensor:
         """The slot int64 [2] on `device` of one call's mask, of this layer's random state."""
@@ -322,14 +282,12 @@ class LoRALinear(MergeableLinear):
         """x Wᵀ + bias. A weight that lacks an initial adapter computes with that one, without dropout."""
         if (initial := initial_of(self)) is None:
             return super().forward(x)
-        check_input(x, self._held)
-        numbers = AdapterNumbers(self.init_scaling, 0.0, self.site)
-        return self.with_adapter(x, Adapter(*initial), numbers, None)
+        return call(self, x, Adapter(*initial), scaling=self.init_scaling, p=0.0)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
         """How its own eager forwards ran since a number of it changed, each way once: "" by plans, or else why by the
         ops. `kinds`: of `ways_of_kinds` in autograd."""
-        ways = {way_of(spec, kinds) for spec in self._specs.values()}
+        ways = {way_of(spec, kinds) for spec in self._numbers.specs.values()}
         return sorted(way for way in ways if way is not None)
 
     def delta_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:

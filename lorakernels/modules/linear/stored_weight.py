@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from lorakernels.config import BlockScaling
+from lorakernels.modules.linear.calls import number
 from lorakernels.modules.linear.holder import bring, refuse_held, refuse_move
-from lorakernels.modules.linear.number import number
 from lorakernels.modules.linear.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.linear.weights import BYTES, dequantize_weight, take_weight
 from lorakernels.numerics.fp8 import E4M3
@@ -76,7 +76,7 @@ class StoredWeight(nn.Module):
         return stored.to(STORAGE).view(torch.uint8)
 
     @property
-    def _held(self) -> Tensor:
+    def held(self) -> Tensor:
         """`stored`, without a view where the parameter is e4m3: for what takes both."""
         stored = self._parameters["weight"]
         assert stored is not None

@@ -14,17 +14,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd import Adapter, AdapterNumbers, is_compiling
-from lorakernels.autograd.linear.node import in_bytes
+from lorakernels.autograd import is_compiling
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.model.trained_parts import change_originals
-from lorakernels.numerics.autocast import under_autocast
+from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.ranks.scales import SharedScales, shared
-from lorakernels.parallel.tensor.node import ColumnNode, PartCall, RowNode
+from lorakernels.parallel.tensor.projections import Split
 from lorakernels.values import Weight
 
 OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
@@ -38,12 +37,13 @@ class Part:
         ranks: who holds the other parts.
         scales: the FP8 scales that they share; None over a plain base.
         flat: whether x and y are [M, 1, …], their rows in one dimension, where they are split by rows.
+        by: "column" or "row".
     """
 
     ranks: Ranks
     scales: SharedScales | None
     flat: bool
-    node: Any  # the autograd node
+    by: ClassVar[str]
     dimensions: ClassVar[Mapping[str, int]]  # {parameter: the dimension in which it is cut}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,34 +59,21 @@ class Part:
         what = f"{getattr(self, 'name', '') or type(self).__name__} is split over ranks and"
         if is_compiling():
             raise RuntimeError(f"{what} cannot be compiled yet: run it eagerly")
-        found: Tensor = super().forward(self._rows(x))  # type: ignore[misc]
-        return found
+        x = self._rows(x)
+        if (autocast_dtype(x.device.type) or x.dtype) == torch.float16:
+            raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
+        shape = self._y_shape(x)
+        y: Tensor = super().forward(x.reshape(-1, x.shape[-1]))  # type: ignore[misc]
+        return y.view(*shape, y.shape[1])
 
     def _rows(self, x: Tensor) -> Tensor:
         """x as its rows are split: with `flat`, a rank's own or all rows in one dimension."""
         x = getattr(x, OWN_ROWS, x)
         return x.reshape(-1, 1, x.shape[-1]) if self.flat and self.ranks.sequence else x
 
-    def with_adapter(
-        self, x: Tensor, adapter: Adapter, numbers: AdapterNumbers, slot: Tensor | None
-    ) -> Tensor:
-        layer: Any = self
-        x = under_autocast(x)
-        if x.dtype == torch.float16:
-            raise TypeError("x must be float32 or bfloat16 over ranks, found torch.float16")
-        shape = self._y_shape(x)
-        if layer.fp8_state is not None:
-            layer.fp8_state.begin(x.device, layer.column, layer.training)
-        spec = self._spec(numbers, layer.training)  # type: ignore[attr-defined]
-        weight = in_bytes(Weight(layer.stored, layer.weight_scale_inv))
-        call = PartCall(spec, slot, self.ranks, self.scales)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        y: Tensor = self.node.apply(rows, self._bias(), adapter.A, adapter.B, weight, call)
-        return y.view(*shape, y.shape[1])
-
-    def _bias(self) -> Tensor | None:
-        found: Tensor | None = self.bias  # type: ignore[attr-defined]
-        return found
+    @property
+    def over(self) -> Split:
+        return Split(self.by, self.ranks, self.scales)
 
     def _y_shape(self, x: Tensor) -> tuple[int, ...]:
         raise NotImplementedError
@@ -102,7 +89,7 @@ class Part:
 
 
 class ColumnPart(Part):
-    node = ColumnNode
+    by = "column"
     dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0, "lora_B": 0}
 
     def _y_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -112,7 +99,7 @@ class ColumnPart(Part):
 
 
 class RowPart(Part):
-    node = RowNode
+    by = "row"
     dimensions: ClassVar[Mapping[str, int]] = {"weight": 1, "lora_A": 1}
 
     def _y_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -255,9 +242,6 @@ class _Author:
         """(y, the bias if `skip_bias_add`, else None)."""
         y = super().forward(x)  # type: ignore[misc]
         return y, self.bias if self.skip_bias_add else None  # type: ignore[attr-defined]
-
-    def _bias(self) -> Tensor | None:
-        return None if self.skip_bias_add else self.bias  # type: ignore[attr-defined]
 
 
 class ColumnParallelLoRALinear(_Author, ColumnLoRA):  # type: ignore[misc]

@@ -26,9 +26,9 @@ from lorakernels.parallel.tensor.check import (
     found_in,
     parts_of,
 )
-from lorakernels.parallel.tensor.fused import split_parts
 from lorakernels.parallel.tensor.inputs import check_call, check_inputs
 from lorakernels.parallel.tensor.known_tokens import Turns
+from lorakernels.parallel.tensor.projections import split_parts
 from lorakernels.parallel.tensor.rows import Rows
 from lorakernels.parallel.tensor.split import Cut, LoadedParts, split_linear, split_vocabulary
 from lorakernels.parallel.tensor.vocabulary import VocabularyHead

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused layers over the ranks of a tensor-parallel group: the projections of one x communicate once for all of them.
+"""Projections of one x over the ranks of a tensor-parallel group, which communicate once for all of them.
 
-It is what node.py does for one linear layer, in the places that autograd/linear/linear.py has for it. q, k and v
-gather one x8 and one s together, and so do gate and up. Many rows travel while their product is computed in pieces:
+One linear layer is one projection. Of a fused layer q, k and v gather one x8 and one s together, and so do gate and up.
+What is sent is in exchange.py. Many rows travel while their product is computed in pieces:
 
     column       forward: multiply the own rows while the others' x8 comes, then those
                  backward: dx of each other rank's rows, which go there while that of the own rows is computed; then sum
@@ -40,7 +40,12 @@ from lorakernels.parallel.ranks.exchange import GATHERED, SUMMED
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.ranks.rows import Beside, Branch
 from lorakernels.parallel.ranks.scales import SharedScales
-from lorakernels.parallel.tensor.node import gathered, summed, summed_factor, summed_over_rows
+from lorakernels.parallel.tensor.exchange import (
+    gathered,
+    summed,
+    summed_factor,
+    summed_over_rows,
+)
 from lorakernels.values import Scaled, Scaling, Up
 
 
@@ -103,6 +108,7 @@ class Split:
         stacked_B: Tensor | None,
         out_dtype: torch.dtype,
         residual: Tensor | None,
+        keeps_s: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if self.by == "column":
             beside = self._beside_gather(to, operand.data) if residual is None else None
@@ -122,14 +128,16 @@ class Split:
         beside = self._beside_sum(to, (rows, cols), out_dtype)
         if beside is None:
             partial = linear.project(operand, s, own, stacked_B, out_dtype)
-            y, s = summed(self.ranks, partial, s, residual)
+            y, s = summed(self.ranks, partial, s if keeps_s else None, residual)
         else:
+            factors = s
 
             def part(at: slice) -> Tensor:
-                x, factor = operand._replace(data=operand.data[at]), None if s is None else s[at]
+                x = operand._replace(data=operand.data[at])
+                factor = None if factors is None else factors[at]
                 return linear.project(x, factor, own, stacked_B, out_dtype)
 
-            y, s = beside.sum(part, rows, s, residual)
+            y, s = beside.sum(part, rows, s if keeps_s else None, residual)
         return y if to.bias is None else y.add_(to.bias), s
 
     def _beside_gather(
@@ -194,9 +202,9 @@ class Split:
         def drawn(to: Projections, rows: int) -> Projections:
             return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
 
+        if to.blocks is not None and (self.by == "row" or needs.x):  # a row's bytes are sent
+            dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
         if self.by == "row":
-            if to.blocks is not None:  # bytes are less to send
-                dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
             rows = dy.shape[0]
             here = drawn(self.placed(to, rows), rows * self.spread)
             dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, of_x)

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of one layer, and the `LoRASpec`s that its calls have of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.state.fp8 import FP8State
+
+MOST_SPECS = 16  # that a layer remembers
+
+
+class Numbers:
+    """What the calls of one layer need besides tensors. A layer makes others when a number changes.
+
+    Attributes:
+        name: the layer's name.
+        state: its FP8State; None over a plain base and under BlockScaling.
+        own: the LoRASpec of the layer's own adapter in evaluation. A layer without one has scaling 1 and p 0.
+        specs: {the arguments of `spec`: what it returned}.
+        made: {name of an op: what calls of it by a plan depend on} (autograd/compiled/call.py).
+    """
+
+    def __init__(self, name: str, state: FP8State | None, own: LoRASpec, column: int = 0) -> None:
+        if state is not None:
+            own = own.following(state.recipe, column, False)
+        self.name, self.state, self.own = name, state, own
+        self.specs: dict[tuple[bool, float | None, float | None], LoRASpec] = {}
+        self.made: dict[str, tuple[Any, ...]] = {}
+
+    def spec(
+        self, training: bool, scaling: float | None = None, p: float | None = None
+    ) -> LoRASpec:
+        """That of a call. `scaling` and `p`, if given, replace the layer's own, as for an adapter of PEFT's."""
+        spec = self.specs.get((training, scaling, p))
+        return self._made(training, scaling, p) if spec is None else spec
+
+    def _made(self, training: bool, scaling: float | None, p: float | None) -> LoRASpec:
+        spec = replace(
+            self.own,
+            scaling=self.own.scaling if scaling is None else scaling,
+            p=self.own.p if p is None else p,
+            delayed=training and self.state is not None,
+        )
+        if not torch.compiler.is_compiling():  # an export takes it for a side effect
+            if len(self.specs) >= MOST_SPECS:
+                self.specs.clear()
+            self.specs[training, scaling, p] = spec
+        return spec
