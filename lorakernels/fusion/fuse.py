@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from torch import nn
 from lorakernels.autograd.attention import choose as attention_backends
 from lorakernels.autograd.attention import fp8 as fp8_attention
 from lorakernels.autograd.decoder.plan import ways_of_kinds
-from lorakernels.fusion.check import check_layers, decoder_layers
-from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import original_class
+from lorakernels.fusion.check import check_layers
+from lorakernels.fusion.describe import LayerDescription, describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
@@ -219,33 +219,31 @@ def fuse(
         raise ValueError(
             f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
         )
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, fused=False)
     options = Options(attention, shared_dropout, keep_linears)
     with all_or_nothing(model):
         adapter = _an_adapter(model)
         state = adapter.fp8_state
-        check_layers(layers, adapter, shared_dropout)
-        _check_attention(layers, attention)
-        first = next(iter(layers.values()))
-        element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()
+        described = describe_layers(layers)
+        check_layers(described, adapter, shared_dropout)
+        _check_attention(described, attention)
+        element = described[0].norm_weight.element_size()
         in_fp8 = attention == attention_backends.FP8
         kind = state is not None, in_fp8, adapter.block_scaling is not None
-        sizes = [LayerSize.of(layer, *kind) for layer in layers.values()]
+        sizes = [LayerSize.of(layer, *kind) for layer in described]
         modes = [save] * len(sizes)
         if memory_budget is not None:
             modes = fit(sizes, memory_budget, tokens or 1, element, forms)
-        parts, frozen = rewire(model, layers, adapter, modes, options)
+        parts = rewire(model, described, adapter, modes, options)
     rows = [
         LayerReport(
-            path,
-            original_class(layer).__name__,
+            layer.path,
+            layer.spec.layer,
             mode,
             size.saved_bytes(mode, tokens or 1, element),
-            names,
+            tuple(p.name for p in layer.projections if p.is_plain),
         )
-        for (path, layer), mode, size, names in zip(
-            layers.items(), modes, sizes, frozen, strict=True
-        )
+        for layer, mode, size in zip(described, modes, sizes, strict=True)
     ]
     off = bool(changed(model).use_cache)
     notes = ("model.config.use_cache is False from now on",) if off else ()
@@ -276,18 +274,17 @@ def unfuse(model: nn.Module) -> None:
         )
 
 
-def _check_attention(layers: Mapping[str, nn.Module], attention: str) -> None:
+def _check_attention(layers: Sequence[LayerDescription], attention: str) -> None:
     """Refuse a backend for scores with a cap, which none of them has, and FP8 where no rows could have it."""
-    for path, layer in layers.items():
-        spec = spec_of(layer)
-        if attention != "auto" and (cap := spec.cap_of(layer)) is not None:
+    for layer in layers:
+        if attention != "auto" and (cap := layer.spec.cap_of(layer.module)) is not None:
             raise ValueError(
-                f'{path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
+                f'{layer.path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
             )
         if attention == attention_backends.FP8:
-            device = next(layer.parameters()).device
-            if why := fp8_attention.why_not_here(device, spec.heads(layer).dim):
-                raise ValueError(f"{path} has no attention={attention!r}: {why}; try 'auto'")
+            device = next(layer.module.parameters()).device
+            if why := fp8_attention.why_not_here(device, layer.heads.dim):
+                raise ValueError(f"{layer.path} has no attention={attention!r}: {why}; try 'auto'")
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:

@@ -36,11 +36,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
-
-from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.describe import LayerDescription
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.linear.projections import projection
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.gate_up import packed_scales
 
@@ -74,13 +71,16 @@ class LayerSize:
 
     @classmethod
     def of(
-        cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False, blocks: bool = False
+        cls,
+        layer: LayerDescription,
+        fp8: bool,
+        fp8_attention: bool = False,
+        blocks: bool = False,
     ) -> LayerSize:
         """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8 with one scale; `blocks`:
         with one for each block."""
-        spec = spec_of(layer)
-        heads = spec.heads(layer)
-        groups = [[projection(layer.get_submodule(p)) for p in group] for group in spec.groups]
+        spec, heads = layer.spec, layer.heads
+        groups = [[p.linear for p in group] for group in layer.groups]
         qkv, o, gate_up, down = (sum(getattr(m, "r", 0) for m in group) for group in groups)
         last = groups[-1][0]
         return cls(
@@ -95,8 +95,8 @@ class LayerSize:
             sum(map(_stacked, groups)),
             spec.norms != (None, None),
             bool(spec.post_norms),
-            spec.norms_whole(layer),
-            spec.cap_of(layer) is not None,
+            spec.norms_whole(layer.module),
+            spec.cap_of(layer.module) is not None,
             fp8_attention,
             blocks,
         )
