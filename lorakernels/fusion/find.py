@@ -41,7 +41,5 @@ def decoder_layers(model: nn.Module, *, fused: bool, advice: str = "") -> dict[s
         path, kind = next(iter(unknown.items()))
         raise TypeError(f"{path} is a {kind}: fuse knows {KNOWN} of transformers{advice}")
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no decoder layer of a family that fuse knows, which are {KNOWN}{advice}"
-        )
+        raise ValueError(f"{type(model).__name__} has no decoder layer: fuse knows {KNOWN}{advice}")
     return layers

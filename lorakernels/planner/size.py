@@ -15,11 +15,11 @@ from torch import nn
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.fusion.check import check_blocks
 from lorakernels.fusion.describe import LayerDescription, describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.numerics.blocks import blocks_of
-from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.tensor.check import check_split
 
 ELEMENT = 2  # bytes of a number that is not FP8: bf16
@@ -96,7 +96,7 @@ class ModelSize:
             apply_lora(model, replace(chosen, fp8=None))
         else:
             recipe = next(m.recipe for m in model.modules() if isinstance(m, LoRALinear))
-        layers = describe_layers(decoder_layers(model))
+        layers = describe_layers(decoder_layers(model, fused=True))
         blocks = isinstance(recipe, BlockScaling)
         if tp > 1:
             check_split(model, tp, blocks)
@@ -165,7 +165,7 @@ def _check_blocks(layers: Sequence[LayerDescription]) -> None:
 
 
 def _check(model: nn.Module) -> None:
-    for layer in describe_layers(decoder_layers(model)):
+    for layer in describe_layers(decoder_layers(model, fused=True)):
         if objection := next(layer.spec.objections(layer.module), None):
             raise ValueError(
                 f"a plan is of fused layers, and {layer.path} cannot be fused: {objection}"
