@@ -157,7 +157,7 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
         if isinstance(module, FusedDecoderLayer):
             parts: Parts = module.__dict__["_fused"]
             for group in parts.groups:
-                group.__setstate__(group.__getstate__())  # as a copy that has joined nothing yet
+                group.forget()
         module._parameters.clear()
         module._buffers.clear()
 
