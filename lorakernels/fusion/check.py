@@ -158,7 +158,7 @@ def _check_group(
 
 
 def check_blocks(group: Mapping[str, Any]) -> None:
-    """Refuse members of one matrix, by their paths, whose blocks are not those of the matrix.
+    """Refuse members of one matrix, by their paths, if their blocks would not be blocks of the matrix.
 
     Raises:
         ValueError: a member but the last has rows that do not end with a block.

@@ -47,7 +47,9 @@ class FusedGroup:
         self.shared_dropout = shared_dropout
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
-        self.over: OverRanks | None = over_of_loaded_part(self.first)  # ranks that hold them
+        self.over: OverRanks | None = over_of_loaded_part(
+            self.first
+        )  # ranks that share the members
         self.forget()
 
     def forget(self) -> None:
@@ -95,12 +97,14 @@ class FusedGroup:
         return prepared.with_masks(masks)
 
     def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
-        """How the last forward ran: "" by plans, or else why by the ops; empty before the first. `kinds`: of
-        `ways_of_kinds` in autograd."""
+        """[""] if the last forward ran by plans, or [why it ran by the ops]; [] before the first forward.
+
+        `kinds`: `ways_of_kinds()` of autograd.
+        """
         return [] if self._prepared is None else [way_of(self._prepared.to, kinds)]
 
     def _prepare(self) -> Prepared:
-        """Join what is not joined, and make everything of a call that is not drawn."""
+        """Join the members, and make everything of a call except its masks."""
         derived = self.join()
         weights = [m._parameters["weight"] for m in self.members]
         for member, weight in zip(self.members, weights, strict=True):
@@ -214,7 +218,7 @@ class FusedGroup:
         """Join, and renew, as the next forward would: for graphs, which read the derived tensors.
 
         Returns:
-            `JoinedRows.sources`. Empty while FSDP has a weight sharded, for the next forward sees another one.
+            `JoinedRows.sources`. Empty while FSDP has a weight sharded: the next forward gathers it into other memory.
         """
         if any(is_sharded(m._parameters["weight"]) for m in self.members):
             return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a FusedGroup (group.py) keeps between its calls."""
+"""The data that a FusedGroup (group.py) keeps between its calls."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     Attributes:
         made_from: `state_of_call` when it was made. None if it serves one call only.
         variant: of the mode and the adapters.
-        adapted: the members whose adapters are active.
+        adapted: the members with an active adapter.
         to: the Projections, with None for every mask.
         params: the flat list of tensors that autograd gets (`fused_node.Trained`).
     """

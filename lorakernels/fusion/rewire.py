@@ -39,7 +39,7 @@ _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same for all layers: options of `fuse`, and where activations go that leave the device."""
+    """Options of `fuse` for all layers, and the host memory for offloaded activations."""
 
     attention: str
     shared_dropout: bool
@@ -64,13 +64,13 @@ def changed(model: nn.Module) -> Changed:
     Raises:
         ValueError: `fuse` was not given this model, but a module above or inside it, or none.
     """
-    found = model.__dict__.get(_CHANGED)
-    if found is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
+    record = model.__dict__.get(_CHANGED)
+    if record is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is not fused: pass the model that fuse() was given"
         )
-    assert isinstance(found, Changed)
-    return found
+    assert isinstance(record, Changed)
+    return record
 
 
 def rewire(
@@ -106,54 +106,54 @@ def rewire(
 
 
 def unwire(model: nn.Module) -> list[str]:
-    """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
-    found = changed(model)
+    """Undo `rewire`. Returns the paths of kept nn.Linears that are dropped, since the model has other weights now."""
+    record = changed(model)
     for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
         refuse_held(linear, "unfuse")
     for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
         if layer.__dict__["_fused"].over is not None:
             raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
-    with all_or_nothing(model, [config for config, _ in found.use_cache]):
-        weights = [kept.weight() for kept in found.kept]
+    with all_or_nothing(model, [config for config, _ in record.use_cache]):
+        weights = [kept.weight() for kept in record.kept]
         for layer in [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]:
             parts: Parts = layer.__dict__.pop("_fused")
             plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
             plain.__class__ = original_class(layer)
             for group in parts.groups:
                 group.separate()
-                _columns_back(group, found.columns.get(group))
-        for kept, weight in zip(found.kept, weights, strict=True):
+                _columns_back(group, record.columns.get(group))
+        for kept, weight in zip(record.kept, weights, strict=True):
             if weight is None:
                 stale.append(kept.path)
             else:
                 kept.put_back(weight)
         forget_projections(model)
-        for norm in found.norms:
+        for norm in record.norms:
             unfuse_norm(norm)
-        for hook in found.angles:
+        for hook in record.angles:
             hook.remove()
-        for config, value in found.use_cache:
+        for config, value in record.use_cache:
             config.use_cache = value
         del model.__dict__[_CHANGED]
     return stale
 
 
 def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
-    """Free the memory of decoder layers and norms that `model` will not get back, fused or not.
+    """Free the memory of the decoder layers and norms `gone`, fused or not, which `model` will not get back.
 
-    The record for `unwire` then has only those that it still has. A report of `fuse` that somebody keeps holds no
-    memory of them.
+    The record for `unwire` then has only the layers that remain. A report of `fuse` that a caller keeps does not keep
+    their memory.
     """
-    modules = {id(m) for each in gone for m in each.modules()}
-    found: Changed | None = model.__dict__.get(_CHANGED)
-    if found is not None:
-        found.kept = [kept for kept in found.kept if id(kept.norm) not in modules]
-        found.norms = [norm for norm in found.norms if id(norm) not in modules]
-        found.columns = {
-            group: kept for group, kept in found.columns.items() if id(group.first) not in modules
+    modules = {id(m) for layer in gone for m in layer.modules()}
+    record: Changed | None = model.__dict__.get(_CHANGED)
+    if record is not None:
+        record.kept = [kept for kept in record.kept if id(kept.norm) not in modules]
+        record.norms = [norm for norm in record.norms if id(norm) not in modules]
+        record.columns = {
+            group: kept for group, kept in record.columns.items() if id(group.first) not in modules
         }
-    for module in (m for each in gone for m in each.modules()):
+    for module in (m for layer in gone for m in layer.modules()):
         if isinstance(module, FusedDecoderLayer):
             parts: Parts = module.__dict__["_fused"]
             for group in parts.groups:
@@ -238,9 +238,9 @@ def _parts(layer: LayerDescription, save: str, options: Options) -> Parts:
     )
 
 
-def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> None:
+def _join(layer: nn.Module, parts: Parts, record: Changed, before: Before) -> None:
     for group in parts.groups:
-        found.columns[group] = _take_columns(group)
+        record.columns[group] = _take_columns(group)
         bring(group.first)
         before.patiently(group.join)
     layer.__dict__["_fused"] = parts
@@ -250,7 +250,7 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
 def _last_norms(
     model: nn.Module, layers: Sequence[LayerDescription]
 ) -> Iterator[tuple[nn.Module, bool]]:
-    """The last norm beside each list of layers, if its class is that of the layers' norms, and whether it adds 1 to its
+    """Yield the norm behind each list of layers, if it has the class of the layers' norms, and whether it adds 1 to its
     weight."""
     owners = {layer.path.rpartition(".")[0].rpartition(".")[0]: layer for layer in layers}
     for owner, layer in owners.items():
@@ -262,7 +262,7 @@ def _last_norms(
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
     """Copies of the members' columns of the FP8 state.
 
-    With several members, the first one's column of dy becomes the group's and starts empty.
+    If there are several members, the group takes over the first one's column of dy, which starts empty.
     """
     state = group.first.fp8_state
     if state is None:
@@ -299,8 +299,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _no_cache(model: nn.Module, found: Changed) -> None:
+def _no_cache(model: nn.Module, record: Changed) -> None:
     for config in _configs(model):
         if config.use_cache:
-            found.use_cache.append((config, True))
+            record.use_cache.append((config, True))
             config.use_cache = False
