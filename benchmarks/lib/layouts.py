@@ -20,6 +20,8 @@ from benchmarks.lib.ranks import average_gradients, largest
 from benchmarks.peers.models import ALPHA, RANK, Spec, dtype_of
 from benchmarks.peers.training import Ours, fill_adapters, set_adapters
 from lorakernels import LoRAConfig
+from lorakernels.fusion.describe import describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import SAVE, LayerSize, kept_bytes
 from lorakernels.parallel import context_parallel, parallelize
 from lorakernels.planner.machine import MACHINES, Machine
@@ -167,7 +169,8 @@ class Layout(Ours):
                 f"{room} bytes are left for what layers keep, and {planned.kept + planned.workspace} are needed with "
                 "every layer checkpointed"
             )
-        counted = [LayerSize.of(layer, True) for layer in model.model.layers]
+        layers = describe_layers(decoder_layers(model, fused=True))
+        counted = [LayerSize.of(layer, True) for layer in layers]
         return kept_bytes(counted, saves, self.tokens, dtype_of(self.device).itemsize)
 
     @cached_property

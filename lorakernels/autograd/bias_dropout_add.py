@@ -59,8 +59,8 @@ class _BiasDropoutAdd(torch.autograd.Function):
         dx, dbias = dout, None
         if need_bias or (need_x and drops(dropout)):
             bias_dtype = ctx.bias_dtype if need_bias else None
-            found, dbias = ops.bias_dropout_add_backward(_rows(dout), dropout, bias_dtype)
-            dx = found.view(dout.shape) if drops(dropout) else dout
+            dropped, dbias = ops.bias_dropout_add_backward(_rows(dout), dropout, bias_dtype)
+            dx = dropped.view(dout.shape) if drops(dropout) else dout
         return (
             dout if need_residual else None,
             dx if need_x else None,
@@ -186,9 +186,9 @@ def _check(
     if not inplace:
         return
     if residual is None or residual.dtype != x.dtype or not residual.is_contiguous():
-        found = residual if residual is None else (residual.dtype, residual.stride())
+        form = None if residual is None else (residual.dtype, residual.stride())
         raise ValueError(
-            f"inplace needs a contiguous residual of x's dtype {x.dtype}, found {found}"
+            f"inplace needs a contiguous residual of x's dtype {x.dtype}, found {form}"
         )
     if residual.is_leaf and residual.requires_grad and torch.is_grad_enabled():
         raise ValueError("inplace needs a residual that is no leaf requiring grad, found one")

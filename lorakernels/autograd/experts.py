@@ -24,7 +24,7 @@ from lorakernels.values import Groups, Scaled, Scaling, Up, Weight
 
 
 class Stack(NamedTuple):
-    """Experts' layers: what does not depend on the tokens.
+    """Experts' layers: values that do not depend on the tokens.
 
     Attributes:
         weight: [G, N, K] e4m3 bytes with a scale_inv fp32 [G].
@@ -45,13 +45,13 @@ class Stack(NamedTuple):
 
 
 class GroupedCall(NamedTuple):
-    """What one call needs besides x and the adapters.
+    """The arguments of one call except x and the adapters.
 
     Attributes:
-        stack: whose adapters are not read here.
-        groups: whose rows are whose.
-        rows: int32 [M], which row of x each one is; −1 for none.
-        place: int32 [T, J], where the copies of x's rows are; None if each row has one, its own.
+        stack: the experts' layers. Its adapters are not read here.
+        groups: the rows of each expert.
+        rows: int32 [M], the row of x that each row is a copy of; −1 for none.
+        place: int32 [T, J], the rows that are copies of each row of x; None if rows are not copied.
     """
 
     stack: Stack
@@ -69,10 +69,12 @@ class GroupedLinear(torch.autograd.Function):
         if adapters:
             lora_A = torch.stack(adapters[:groups]).to(x.dtype)
             lora_B = torch.stack(adapters[groups:])
-        stack, own, rows, _ = call
-        x8, scale_inv, s = ops.grouped_quantize_lora_down(x, rows, own, lora_A, stack.forward)
+        stack, row_groups, rows, _ = call
+        x8, scale_inv, s = ops.grouped_quantize_lora_down(
+            x, rows, row_groups, lora_A, stack.forward
+        )
         up = None if lora_B is None else Up(lora_B, s, stack.scaling)
-        y = ops.grouped_linear_lora(Scaled(x8, scale_inv), stack.weight, own, up, x.dtype)
+        y = ops.grouped_linear_lora(Scaled(x8, scale_inv), stack.weight, row_groups, up, x.dtype)
         needs_A = any(ctx.needs_input_grad[2 : 2 + groups])
         needs_B = any(ctx.needs_input_grad[2 + groups :])
         ctx.needs = needs_A, needs_B
@@ -135,10 +137,10 @@ class SwiGLU(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         ones = torch.ones(2, device=dact.device)
         e5m2 = torch.float8_e5m2
-        found: Tensor = ops.swiglu_quantize_grad(
+        dgate_up: Tensor = ops.swiglu_quantize_grad(
             dact.contiguous(), Scaled(gate_up), ones, None, e5m2, True
         )[0]
-        return found
+        return dgate_up
 
 
 class ExpertSum(torch.autograd.Function):

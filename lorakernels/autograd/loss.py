@@ -4,16 +4,16 @@
     z = c (h Wᵀ + b)   loss = f · Σ_t ( log Σ_v exp z_tv − z_t,label )       f = 1, or 1 / items for the mean
     dz = c f · (softmax(z) − onehot(label))     dh = dz W       dW = dzᵀ h       db = Σ_t dz
 
-c is 1 in most models. The GEMM multiplies by it, and dz contains it. A model with a cap C has C tanh(z / C) in z's
-place, and dz times 1 − tanh²(z / C).
+c is 1 in most models. The GEMM multiplies by it, and dz contains it. For a model with a cap C, z is replaced by
+C tanh(z / C), and dz is multiplied by 1 − tanh²(z / C).
 
     h [M, K]   W [V, K]   b [V]   labels [M]; a token whose label is `ignore_index` does not count
 
 Logits exist for `chunk` tokens at a time, in h's dtype. For each chunk, forward computes z. One kernel computes
-the losses and writes dz over z, or in FP8 beside it as e5m2 bytes. Forward then computes dh, and dW and db if they are
-trained. Only these gradients are kept for backward, which multiplies them by the incoming gradient.
+the losses and writes dz over z, or with FP8 into e5m2 bytes of its own. Forward then computes dh, and dW and db if they
+are trained. Only these gradients are kept for backward, which multiplies them by the incoming gradient.
 
-Peak bytes in forward beside h and W, with b bytes per value of h:
+Peak bytes in forward besides h and W, with b bytes per value of h:
 
     frozen head         b MK + b·chunk·V + 4 M
     a cap               + b·chunk·V, and with fp8 another b·chunk·V
@@ -45,7 +45,7 @@ from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import LogitChange, Scaled, Scaling, Weight
 
 _E5M2 = torch.float8_e5m2
-_POWER = 2.0**15  # the largest power of two in e5m2, which holds what is at most 1 times this
+_POWER = 2.0**15  # the largest power of two in e5m2. Values of at most 1 are multiplied by it
 CHUNK = 2048
 
 
@@ -76,10 +76,8 @@ class _Cap:
 
     def chain_(self, dz: Tensor) -> Tensor:
         """dz times 1 − tanh², which fp32 computes and rounds once."""
-        found: Tensor = torch.ops.aten.tanh_backward.grad_input(
-            dz, self._tanh_of(dz), grad_input=dz
-        )
-        return found
+        torch.ops.aten.tanh_backward.grad_input(dz, self._tanh_of(dz), grad_input=dz)
+        return dz
 
     def _tanh_of(self, z: Tensor) -> Tensor:
         if self._tanh is None:
@@ -351,10 +349,10 @@ def _times(factor: Tensor | None, scale: float, like: Tensor) -> Tensor | None:
 def _check_range(labels: Tensor, ignore_index: int, vocabulary: int) -> None:
     if labels.is_cuda or labels.is_meta or labels.numel() == 0:
         return
-    asked = labels[labels != ignore_index]
-    if asked.numel() and (int(asked.min()) < 0 or int(asked.max()) >= vocabulary):
+    counted = labels[labels != ignore_index]
+    if counted.numel() and (int(counted.min()) < 0 or int(counted.max()) >= vocabulary):
         raise ValueError(
-            f"labels must be {ignore_index} or in [0, {vocabulary}), found {int(asked.min())} to {int(asked.max())}"
+            f"labels must be {ignore_index} or in [0, {vocabulary}), found {int(counted.min())} to {int(counted.max())}"
         )
 
 

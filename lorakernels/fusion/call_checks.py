@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of a fused decoder layer refuses: arguments, modes, and modules that are others since `fuse`."""
+"""Checks of each call of a fused decoder layer: arguments, modes, and modules that were replaced since `fuse`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def check_call(
     layer: nn.Module, parts: Parts, h: Tensor, mask: object, kwargs: dict[str, Any]
 ) -> None:
-    """Refuse a call of a fused `layer`, or a change of it, with which it would compute something else.
+    """Refuse a call of a fused `layer` that would not compute what the layer's own forward does.
 
     Raises:
         TypeError, ValueError, RuntimeError: as FusedDecoderLayer.forward has them.
     """
     refuse_trace()
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"attention_mask must be None or a 4-D tensor, found {found}")
+        form = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"attention_mask must be None or a 4-D tensor, found {form}")
     if kwargs.get("output_attentions"):
         raise ValueError(
             "output_attentions must be False: a fused layer has no attention weights; unfuse the model to see them"
@@ -63,12 +63,12 @@ def check_call(
 
 
 def _check_packing(kwargs: dict[str, Any]) -> None:
-    """Refuse queries and keys that are not the same tokens. The numbers in `cu_seq_lens_k` are not compared, since
-    the host would have to wait for the device."""
+    """Refuse queries and keys that are not the same tokens. Only the form of `cu_seq_lens_k` is compared: for its
+    numbers the host would wait for the device."""
     starts, ends = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32):
-        found = f"{starts.dtype} {tuple(starts.shape)}"
-        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {found}")
+        form = f"{starts.dtype} {tuple(starts.shape)}"
+        raise ValueError(f"cu_seq_lens_q must be int32 [sequences + 1], found {form}")
     if ends is not None and (starts is None or _form(starts) != _form(ends)):
         wanted = None if starts is None else _form(starts)
         raise ValueError(
@@ -97,7 +97,7 @@ def check_window(layer: nn.Module, parts: Parts, h: Tensor, kwargs: dict[str, An
 
 
 def check_documents(parts: Parts, h: Tensor, kwargs: dict[str, Any]) -> None:
-    """Refuse a document that is longer than attention is told. None can have more tokens than there are."""
+    """Refuse a document that is longer than `max_length_q`, unless `max_length_q` covers all tokens."""
     starts, longest = kwargs.get("cu_seq_lens_q"), kwargs.get("max_length_q")
     if starts is not None and longest and parts.checks_longest and longest < parts.tokens(h):
         check_longest(starts, longest)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,9 +14,9 @@ from torch import nn
 from lorakernels.autograd.attention import choose as attention_backends
 from lorakernels.autograd.attention import fp8 as fp8_attention
 from lorakernels.autograd.decoder.plan import ways_of_kinds
-from lorakernels.fusion.check import check_layers, decoder_layers
-from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import original_class
+from lorakernels.fusion.check import check_layers
+from lorakernels.fusion.describe import LayerDescription, describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
@@ -43,7 +43,7 @@ class LayerReport:
 
     @property
     def text(self) -> str:
-        """What `print(report)` says of the layer, and once of layers of which it says the same."""
+        """The layer's line in `print(report)`, which prints equal lines once."""
         frozen = f"; now FP8: {', '.join(self.frozen)}" if self.frozen else ""
         return f"{self.kind} save={self.save} {self.bytes:,} bytes{frozen}"
 
@@ -92,10 +92,10 @@ class FuseReport:
         return counted(way for group in groups for way in group.eager_ways(kinds))
 
     def trust_longest(self) -> None:
-        """Leave out the check of `max_length_q` in each call of a fused layer, where the caller has measured documents.
+        """Leave out the check of `max_length_q` in each call of a fused layer. The caller has measured its documents.
 
-        Then FlashAttention-2 computes no token of a longer document behind it, without a word. Call it before graphs
-        are captured, which keep the check that was there.
+        FlashAttention-2 then silently computes no token of a longer document behind `max_length_q`. Call this before
+        graphs are captured: they keep the check that they were captured with.
         """
         for parts in self.parts:
             parts.checks_longest = False
@@ -187,7 +187,7 @@ def fuse(
         attention: "auto", "cudnn", "cudnn_graph", "fp8", "flash", "efficient" or "math" (docs/attention.md). Only
             "auto" takes scores with a cap (Gemma 2). "fp8" takes long causal rows on a Hopper GPU alone.
         offload_activations: with "fp8", gate and up wait for backward in pinned host memory, and with "checkpoint" the
-            layer's input does. They are copied beside the kernels. A budget may then choose both forms as well.
+            layer's input does. They are copied while kernels run. A budget may then choose both forms as well.
         keep_linears: keep the `nn.Linear`s that become FP8, in full size, so that `unfuse` can put them back.
 
     Load the state_dict of a fused model into a fused model, or with `strict=True`. With `strict=False`, torch copies
@@ -198,7 +198,7 @@ def fuse(
 
     Raises:
         ValueError, TypeError: there is no decoder layer, or one cannot be fused. The message names the layer and why.
-            Or `context_parallel` has seen the model, which has to come after `fuse`.
+            Or `context_parallel` was called on the model. It has to come after `fuse`.
         RuntimeError: the memory of the FP8 state is pinned by a graph.
 
     No exception leaves a change behind, not even a later one, for example when the device is full.
@@ -219,33 +219,31 @@ def fuse(
         raise ValueError(
             f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
         )
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, fused=False)
     options = Options(attention, shared_dropout, keep_linears)
     with all_or_nothing(model):
         adapter = _an_adapter(model)
         state = adapter.fp8_state
-        check_layers(layers, adapter, shared_dropout)
-        _check_attention(layers, attention)
-        first = next(iter(layers.values()))
-        element = first.get_parameter(f"{spec_of(first).all_norms[0]}.weight").element_size()
+        described = describe_layers(layers)
+        check_layers(described, adapter, shared_dropout)
+        _check_attention(described, attention)
+        element = described[0].norm_weight.element_size()
         in_fp8 = attention == attention_backends.FP8
         kind = state is not None, in_fp8, adapter.block_scaling is not None
-        sizes = [LayerSize.of(layer, *kind) for layer in layers.values()]
+        sizes = [LayerSize.of(layer, *kind) for layer in described]
         modes = [save] * len(sizes)
         if memory_budget is not None:
             modes = fit(sizes, memory_budget, tokens or 1, element, forms)
-        parts, frozen = rewire(model, layers, adapter, modes, options)
+        parts = rewire(model, described, adapter, modes, options)
     rows = [
         LayerReport(
-            path,
-            original_class(layer).__name__,
+            layer.path,
+            layer.spec.layer,
             mode,
             size.saved_bytes(mode, tokens or 1, element),
-            names,
+            tuple(p.name for p in layer.projections if p.is_plain),
         )
-        for (path, layer), mode, size, names in zip(
-            layers.items(), modes, sizes, frozen, strict=True
-        )
+        for layer, mode, size in zip(described, modes, sizes, strict=True)
     ]
     off = bool(changed(model).use_cache)
     notes = ("model.config.use_cache is False from now on",) if off else ()
@@ -263,7 +261,7 @@ def unfuse(model: nn.Module) -> None:
     history of x, and its history of dy starts empty. An exception leaves the model fused.
 
     Raises:
-        ValueError: `model` is not fused, or `context_parallel` has seen it since.
+        ValueError: `model` is not fused, or `context_parallel` was called on it since.
     """
     refuse_rows_over_ranks(model, "unfuse")
     stale = unwire(model)
@@ -276,18 +274,17 @@ def unfuse(model: nn.Module) -> None:
         )
 
 
-def _check_attention(layers: Mapping[str, nn.Module], attention: str) -> None:
-    """Refuse a backend for scores with a cap, which none of them has, and FP8 where no rows could have it."""
-    for path, layer in layers.items():
-        spec = spec_of(layer)
-        if attention != "auto" and (cap := spec.cap_of(layer)) is not None:
+def _check_attention(layers: Sequence[LayerDescription], attention: str) -> None:
+    """Refuse a named backend for capped scores, which "auto" alone computes, and FP8 where it cannot run."""
+    for layer in layers:
+        if attention != "auto" and (cap := layer.spec.cap_of(layer.module)) is not None:
             raise ValueError(
-                f'{path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
+                f'{layer.path} caps attention\'s scores at {cap}: attention must be "auto", found {attention!r}'
             )
         if attention == attention_backends.FP8:
-            device = next(layer.parameters()).device
-            if why := fp8_attention.why_not_here(device, spec.heads(layer).dim):
-                raise ValueError(f"{path} has no attention={attention!r}: {why}; try 'auto'")
+            device = next(layer.module.parameters()).device
+            if why := fp8_attention.why_not_here(device, layer.heads.dim):
+                raise ValueError(f"{layer.path} has no attention={attention!r}: {why}; try 'auto'")
 
 
 def _an_adapter(model: nn.Module) -> LoRALinear:
@@ -296,16 +293,16 @@ def _an_adapter(model: nn.Module) -> LoRALinear:
     Raises:
         ValueError: there is no adapter, or they cannot share one FP8State.
     """
-    found = list(adapted(model))
-    if not found:
+    adapters = list(adapted(model))
+    if not adapters:
         raise ValueError(
             f"{type(model).__name__} has no LoRALinear: call apply_lora first, or, with PEFT, register or patch of "
             "lorakernels.integrations.peft"
         )
     share_state(frozen_layers(model))
-    if any(m.fp8_state is not found[0].fp8_state for m in found):
+    if any(m.fp8_state is not adapters[0].fp8_state for m in adapters):
         raise ValueError(f"the adapters of {type(model).__name__} must have one FP8State")
-    return found[0]
+    return adapters[0]
 
 
 __all__ = ["ChosenBackend", "FuseReport", "LayerReport", "fuse", "unfuse"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Buffers in the host's memory that GPUs copy from and to while they compute, and that are used again."""
+"""Host buffers that GPUs copy from and to while they compute. They are used again and again."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Lists = dict[torch.device, list[Tensor]]  # free buffers by the device that copi
 
 
 class HostBuffers:
-    """Buffers that are free now. Those of captured graphs are apart: a replay uses them unasked.
+    """Free buffers. Buffers of captured graphs are kept apart, since a replay uses them without `take`.
 
-    A graph's buffers belong to the pool that its memory is of. When the pool goes, they are free for all. A buffer
+    A graph's buffers belong to the pool of its memory. When the pool is deleted, they are free for all. A buffer
     serves whatever fits into it, and one that is too small makes room for a larger one. So batches of many lengths take
     no more than the longest.
     """
@@ -33,14 +33,14 @@ class HostBuffers:
             RuntimeError: the host has no memory to pin.
         """
         free, pool = self.free.setdefault(like.device, []), pool_in_use()
-        own = free if pool is None else self._of(pool, like.device)
-        for there in (own, free):
-            large = [i for i, buffer in enumerate(there) if buffer.numel() >= like.nbytes]
+        free_here = free if pool is None else self._of(pool, like.device)
+        for buffers in (free_here, free):
+            large = [i for i, buffer in enumerate(buffers) if buffer.numel() >= like.nbytes]
             if large:
-                return there.pop(min(large, key=lambda i: there[i].numel())), own
+                return buffers.pop(min(large, key=lambda i: buffers[i].numel())), free_here
         if free and pool is None:
             free.pop(min(range(len(free)), key=lambda i: free[i].numel()))
-        return _pinned(like.nbytes, like.device), own
+        return _pinned(like.nbytes, like.device), free_here
 
     def _of(self, pool: Pool, device: torch.device) -> list[Tensor]:
         lists = self._of_pools.setdefault(pool, {})
@@ -52,12 +52,12 @@ class HostBuffers:
 
 
 def _pinned(size: int, device: torch.device) -> Tensor:
-    found = torch.empty(size, dtype=torch.uint8, device="cpu")
+    buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
     if device.type == "cuda" and size:
-        if code := pin(found.data_ptr(), size, device):
+        if code := pin(buffer.data_ptr(), size, device):
             raise RuntimeError(
                 f"{size:,} bytes of host memory cannot be pinned: CUDA error {code}. Fuse without "
                 "offload_activations, or with smaller microbatches"
             )
-        weakref.finalize(found, unpin, [found.data_ptr()], device).atexit = False
-    return found
+        weakref.finalize(buffer, unpin, [buffer.data_ptr()], device).atexit = False
+    return buffer

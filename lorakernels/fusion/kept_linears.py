@@ -8,31 +8,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.describe import LayerDescription, Projection
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.model.trained_parts import hand_over_originals
 
 
 @dataclass(eq=False)
 class KeptLinear:
-    """`linear`, which was `parent.name` in the layer `layer`. `path` is for messages.
+    """`linear`, which was `parent.name` in a decoder layer. `path` is for messages.
 
-    While it is outside of the model, neither `.to` nor `load_state_dict` reaches it. The layer's norm shows what `.to`
-    has done since; `dtype` is the norm's dtype when `fuse` ran. The FP8 bytes show whether the weight is the same.
+    While it is outside of the model, neither `.to` nor `load_state_dict` reaches it. `norm`, the layer's first norm,
+    shows what `.to` has done since; `dtype` is the norm's dtype when `fuse` ran. The FP8 bytes show whether the weight
+    is the same.
     """
 
     path: str
-    layer: nn.Module
+    norm: nn.Module
     parent: nn.Module
     name: str
     linear: nn.Linear
     dtype: torch.dtype
 
     @classmethod
-    def of(
-        cls, path: str, layer: nn.Module, parent: nn.Module, name: str, linear: nn.Linear
-    ) -> KeptLinear:
-        return cls(path, layer, parent, name, linear, _norm(layer).dtype)
+    def of(cls, layer: LayerDescription, p: Projection) -> KeptLinear:
+        """`p`: a projection of `layer` that is a plain nn.Linear."""
+        norm = layer.norm_weight
+        return cls(p.full_path, layer.first_norm, p.parent, p.name, p.linear, norm.dtype)
 
     @torch.no_grad()
     def weight(self) -> nn.Parameter | None:
@@ -41,14 +42,14 @@ class KeptLinear:
         Returns None if the layer computes with another weight now.
         """
         now = self.parent._modules.get(self.name)
-        own: nn.Parameter = self.linear._parameters["weight"]  # type: ignore[assignment]
-        if type(now) is not FrozenFP8Linear or not _holds(now, own):
+        weight: nn.Parameter = self.linear._parameters["weight"]  # type: ignore[assignment]
+        if type(now) is not FrozenFP8Linear or not _holds(now, weight):
             return None
-        norm = _norm(self.layer)
-        dtype = own.dtype if norm.dtype == self.dtype else norm.dtype
-        if (own.device, own.dtype) == (norm.device, dtype):
-            return own
-        return nn.Parameter(own.detach().to(norm.device, dtype), own.requires_grad)
+        norm = self.norm.get_parameter("weight")
+        dtype = weight.dtype if norm.dtype == self.dtype else norm.dtype
+        if (weight.device, weight.dtype) == (norm.device, dtype):
+            return weight
+        return nn.Parameter(weight.detach().to(norm.device, dtype), weight.requires_grad)
 
     def put_back(self, weight: nn.Parameter) -> None:
         now = self.parent._modules[self.name]
@@ -58,10 +59,6 @@ class KeptLinear:
         hand_over_originals(now, self.linear)
         self.linear.train(now.training)
         self.parent._modules[self.name] = self.linear
-
-
-def _norm(layer: nn.Module) -> Tensor:
-    return layer.get_parameter(f"{spec_of(layer).all_norms[0]}.weight")
 
 
 def _holds(layer: FrozenFP8Linear, weight: Tensor) -> bool:

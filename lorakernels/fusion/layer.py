@@ -100,7 +100,7 @@ class FusedDecoderLayer(nn.Module):
                 raise RuntimeError(
                     "a key-value cache needs whole rows: call parallelize with sequence_parallel=False"
                 )
-            own: Tensor = super().forward(
+            out: Tensor = super().forward(
                 hidden_states,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
@@ -109,7 +109,7 @@ class FusedDecoderLayer(nn.Module):
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
-            return own
+            return out
         parts = self._fused
         hidden_states = _widened(parts, hidden_states)
         check_call(self, parts, hidden_states, attention_mask, kwargs)
@@ -165,7 +165,7 @@ def _call(parts: Parts, h: Tensor, angles: tuple[Tensor, Tensor] | None) -> _Cal
 
 
 def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
-    """(B, T) of all tokens. Where ranks split the rows, h [M / ranks, 1, K] does not say it."""
+    """(B, T) of all tokens. If ranks split the rows, the shape [M / ranks, 1, K] of h does not tell B and T."""
     if not parts.flat:
         return h.shape[0], h.shape[1]
     length = cos.shape[-2]
@@ -173,7 +173,7 @@ def _whole(parts: Parts, h: Tensor, cos: Tensor) -> tuple[int, int]:
 
 
 class _Visible(NamedTuple):
-    """What a token attends to: what a mask allows, or all tokens up to itself, of the row or of its packed sequence."""
+    """The tokens that a token attends to: by a mask, or all up to itself, in its row or in its packed sequence."""
 
     mask: Tensor | None
     causal: bool
@@ -196,13 +196,13 @@ def _run(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
     of_q, of_k = map(parts.scale, parts.head_norms)
     q, k, v, residual = norm_qkv(h, first, of_q, of_k, call.qkv, call.params[0])
     out, bytes_ = attended(q, k, v)
-    del q, k, v  # with bytes_ nobody keeps them, nor out
+    del q, k, v  # with bytes_, backward needs neither them nor out
     to_o = call.o if bytes_ is None else replace(call.o, bytes_=bytes_)
-    found = output(out, residual if to_o.adds else residual.detach(), to_o, call.params[1])
+    result = output(out, residual if to_o.adds else residual.detach(), to_o, call.params[1])
     del out
     if to_o.adds:
-        return mlp(found, second, call.mlp, call.params[2])
-    h = _added(parts, residual, found, parts.post_norms[0])
+        return mlp(result, second, call.mlp, call.params[2])
+    h = _added(parts, residual, result, parts.post_norms[0])
     return _added(parts, h, mlp(h, second, call.mlp, call.params[2]), parts.post_norms[1])
 
 
@@ -219,8 +219,8 @@ def _checkpointed(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> T
     def body(x: Tensor) -> Tensor:
         return _run(parts, attended, x, first.pop() if first else again)
 
-    found: Tensor = checkpoint(body, h, use_reentrant=False, preserve_rng_state=False)
-    return found
+    out: Tensor = checkpoint(body, h, use_reentrant=False, preserve_rng_state=False)
+    return out
 
 
 def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tensor:
@@ -237,12 +237,12 @@ def _offloaded(parts: Parts, attended: Attended, h: Tensor, call: _Call) -> Tens
 
         # an empty tensor tells `checkpoint` the kind of device
         device = h.new_empty(0)
-        found: Tensor = checkpoint(body, device, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(body, device, use_reentrant=False, preserve_rng_state=False)
     else:
         call = replace(call, mlp=replace(call.mlp, away=visit))
-        found = _run(parts, attended, visit.joined(h), call)
+        out = _run(parts, attended, visit.joined(h), call)
     visit.end()
-    return found
+    return out
 
 
 def _recomputed(parts: Parts, call: _Call) -> _Call:
@@ -259,9 +259,7 @@ def _attended(
     mask, causal, starts, longest = visible
     if parts.context is not None:
         if mask is not None or not causal:
-            raise ValueError(
-                "tokens of rows over ranks look back alone: attention_mask must be None"
-            )
+            raise ValueError("attention over ranks is causal: attention_mask must be None")
         return parts.context.attend(q, k, v, (starts, longest), parts.heads.scale), None
     if parts.cap is not None:
         parts.chosen[("capped",)] = "eager"
@@ -298,12 +296,12 @@ def fused_class(kind: type[nn.Module]) -> type[nn.Module]:
         reason = (
             f"{name} is fused already and is not traced; unfuse the model to compile its layers"
         )
-        own = {
+        members = {
             "__reduce_ex__": _reduce_fused,
             "__module__": kind.__module__,
             "forward": torch.compiler.disable(FusedDecoderLayer.forward, reason=reason),
         }
-        _classes[kind] = type(name, (FusedDecoderLayer, kind), own)
+        _classes[kind] = type(name, (FusedDecoderLayer, kind), members)
     return _classes[kind]
 
 

@@ -12,12 +12,12 @@
 
 The norms may be behind attention and the MLP instead of before them. Then h and h2 are kept for adapted inputs alone,
 and not with "full". Norms behind them keep their inputs and rstd: 2 M K e + 8 M. Norms of all heads of q, or k,
-together have one rstd a token. Attention whose scores are capped keeps no logsumexp, and out is kept for an adapted o
-alone, if not as x8.
+together have one rstd a token. Attention with capped scores keeps no logsumexp. It keeps out only for an adapted o,
+and only if x8 is not kept.
 
 FP8 attention keeps a byte for each element of q, k, v and out. An adapted o reads out's bytes and has no x8 of its own.
 
-With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, but for those of two layers:
+With `offload_activations`, gate and up of "fp8" and h of "checkpoint" lie in host memory, except for two layers:
 "fp8-offload" and "checkpoint-offload" count what stays on the device.
 
 Over a base in blocks (BlockScaling), an x8 of "full" has a scale for each 128 columns: 4 M ⌈K_in / 128⌉ bytes more.
@@ -36,11 +36,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from torch import nn
-
-from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.describe import LayerDescription
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.linear.projections import projection
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.gate_up import packed_scales
 
@@ -74,13 +71,16 @@ class LayerSize:
 
     @classmethod
     def of(
-        cls, layer: nn.Module, fp8: bool, fp8_attention: bool = False, blocks: bool = False
+        cls,
+        layer: LayerDescription,
+        fp8: bool,
+        fp8_attention: bool = False,
+        blocks: bool = False,
     ) -> LayerSize:
         """The sizes of a decoder layer, fused or not. `fp8`: whether its base will be FP8 with one scale; `blocks`:
         with one for each block."""
-        spec = spec_of(layer)
-        heads = spec.heads(layer)
-        groups = [[projection(layer.get_submodule(p)) for p in group] for group in spec.groups]
+        spec, heads = layer.spec, layer.heads
+        groups = [[p.linear for p in group] for group in layer.groups]
         qkv, o, gate_up, down = (sum(getattr(m, "r", 0) for m in group) for group in groups)
         last = groups[-1][0]
         return cls(
@@ -95,8 +95,8 @@ class LayerSize:
             sum(map(_stacked, groups)),
             spec.norms != (None, None),
             bool(spec.post_norms),
-            spec.norms_whole(layer),
-            spec.cap_of(layer) is not None,
+            spec.norms_whole(layer.module),
+            spec.cap_of(layer.module) is not None,
             fp8_attention,
             blocks,
         )
@@ -151,14 +151,14 @@ def _stacked(members: Sequence[Any]) -> int:
 def kept_bytes(sizes: Sequence[LayerSize], forms: Sequence[str], tokens: int, element: int) -> int:
     """Bytes that layers keep on the device together, each in its form: one of OFFLOADED.
 
-    Of the layers whose part is in host memory, two have it on the device at a time: one in use, one on its way.
+    Of the layers with a part in host memory, two at a time have it on the device: one in use, one on its way.
     """
     pairs = zip(sizes, forms, strict=True)
     return _together([_parts(size, form, tokens, element) for size, form in pairs])
 
 
 def host_bytes(size: LayerSize, form: str, tokens: int, element: int) -> int:
-    """Bytes of what a layer keeps that wait in host memory."""
+    """Bytes that a layer keeps in host memory."""
     return _parts(size, form, tokens, element)[1]
 
 
@@ -180,14 +180,14 @@ def mixes(
 
     Layers change to the next slower mode one at a time, beginning with the first. Equal layers mix at most two modes.
     """
-    found = [forms[0]] * len(sizes)
-    yield [*found]
+    mix = [forms[0]] * len(sizes)
+    yield [*mix]
     for slower in forms[1:]:
         for i, size in enumerate(sizes):
-            here, then = (_parts(size, form, tokens, element)[0] for form in (found[i], slower))
+            here, then = (_parts(size, form, tokens, element)[0] for form in (mix[i], slower))
             if then < here:
-                found[i] = slower
-                yield [*found]
+                mix[i] = slower
+                yield [*mix]
 
 
 def fit(
@@ -206,10 +206,10 @@ def fit(
         ValueError: the layers do not fit even in the slowest form.
     """
     least = 0
-    for found in mixes(sizes, tokens, element, forms):
-        least = kept_bytes(sizes, found, tokens, element)
+    for mix in mixes(sizes, tokens, element, forms):
+        least = kept_bytes(sizes, mix, tokens, element)
         if least <= budget:
-            return found
+            return mix
     raise ValueError(
         f"memory_budget = {budget} bytes is too little for {len(sizes)} layers of {tokens} tokens: they keep at "
         f"least {least} bytes together"

@@ -25,8 +25,8 @@ class FusedRMSNorm(nn.Module):
         """[..., K] → [..., K], normed over the last dimension."""
         norm: Any = self
         if hidden_states.dtype != norm.weight.dtype or not torch.is_grad_enabled():
-            own: Tensor = super().forward(hidden_states)
-            return own
+            normed: Tensor = super().forward(hidden_states)
+            return normed
         return rms_norm(hidden_states, scale(norm, norm.__dict__[_ADDS_ONE]), epsilon(norm))
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps for backward waits in host memory: its input, or gate and up.
+"""Activation offload: a layer's input, or its gate and up, wait for backward in host memory.
 
-    forward of layer i     what layer i - 1 keeps is copied to the host, beside the kernels
-    backward of layer i    what layer i - 1 keeps is copied to the device, beside the kernels
+    forward of layer i     activations of layer i - 1 are copied to the host while the layer computes
+    backward of layer i    activations of layer i - 1 are copied to the device while the layer computes
 
-The copies run on a stream of their own. When a layer ends, the layers' stream waits for the copies that ran beside it.
-So memory is reused in the order of one stream, and a layer can be captured alone. What the newest layer keeps stays on
-the device until another layer runs, since its backward comes first.
+The copies run on a stream of their own. When a layer ends, the layers' stream waits for the copies that ran during it.
+So memory is reused in the order of one stream, and a layer can be captured alone. Activations of the newest layer stay
+on the device until another layer runs, since its backward comes first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lorakernels.graphs import Pool, pool_in_use
 
 
 class ActivationOffload:
-    """What the layers of one model keep, in the order of their forwards, and where it is copied to."""
+    """The activations of one model's layers, in the order of their forwards, and the host buffers for them."""
 
     def __init__(self) -> None:
         self._visits: list[weakref.ref[Visit]] = []
@@ -34,7 +34,7 @@ class ActivationOffload:
         return ActivationOffload, ()
 
     def visit(self, h: Tensor) -> Visit:
-        """A layer's forward begins, with input `h`. The copies of what the layer before keeps start.
+        """Begin a layer's forward with input `h`, and start to copy the previous layer's activations to the host.
 
         Raises:
             RuntimeError: the host has no memory to pin, or a graph is captured by another library.
@@ -51,15 +51,15 @@ class ActivationOffload:
         return made
 
     def before(self, visit: Visit) -> Visit | None:
-        """The visit before, whose backward comes next."""
+        """The visit of the previous layer, which runs backward next."""
         live = self._live(visit.pool)
-        at = live.index(visit) if visit in live else 0
-        return live[at - 1] if at else None
+        index = live.index(visit) if visit in live else 0
+        return live[index - 1] if index else None
 
     def copy(self, to: Tensor, source: Tensor, device: torch.device) -> torch.cuda.Event | None:
-        """Copy on a stream beside the layers', which first waits for what theirs was given so far.
+        """Copy on a side stream, after everything that the layers' stream has queued so far.
 
-        The event says when the copy is done. There is none on a CPU, which copies at once.
+        Returns the event that marks the end of the copy. A CPU copies at once, and there is no event.
         """
         if device.type != "cuda":
             to.copy_(source)
@@ -73,9 +73,9 @@ class ActivationOffload:
         return stream.record_event()
 
     def _live(self, pool: Pool | None) -> list[Visit]:
-        """Those whose backward has not begun. Graphs that were captured into a pool see their own only."""
-        found = [visit for visit in (ref() for ref in self._visits) if visit is not None]
-        return [visit for visit in found if visit.pool is pool and not visit.is_back]
+        """Visits in `pool` that have not begun backward. Graphs that were captured into a pool see their own only."""
+        visits = [visit for visit in (ref() for ref in self._visits) if visit is not None]
+        return [visit for visit in visits if visit.pool is pool and not visit.is_back]
 
 
 class Visit:
@@ -87,8 +87,8 @@ class Visit:
         self.offload, self.device, self.pool = offload, h.device, pool
         self.is_back = self._is_joined = False
         self._kept: list[weakref.ref[Kept]] = []
-        self._beside = [] if before is None else before.kept()
-        for kept in self._beside:
+        self._copies = [] if before is None else before.kept()
+        for kept in self._copies:
             kept.send()
 
     def keep(self, x: Tensor) -> Kept:
@@ -98,29 +98,29 @@ class Visit:
         return made
 
     def kept(self) -> list[Kept]:
-        """What is still needed."""
+        """The tensors that are still needed."""
         return [kept for kept in (ref() for ref in self._kept) if kept is not None]
 
     def joined(self, h: Tensor) -> Tensor:
-        """`h`, the layer's input. When its gradient is there, the copies beside the layer's backward are waited for."""
+        """`h`, the layer's input. Its gradient is ready once the copies during the layer's backward are done."""
         self._is_joined = h.requires_grad
         joined: Tensor = _Joined.apply(h, self) if h.requires_grad else h
         return joined
 
     def end(self) -> None:
-        """At the end of the layer, in forward and in backward: wait for the copies that ran beside it."""
-        for kept in self._beside:
+        """At the end of the layer, in forward and in backward: wait for the copies that ran during it."""
+        for kept in self._copies:
             kept.settle()
-        self._beside = []
+        self._copies = []
 
     def begin_backward(self) -> None:
-        """Start to bring what the layer before keeps, if the end of this backward waits for it."""
+        """Start to copy the previous layer's activations back, if the end of this backward waits for them."""
         if self.is_back:
             return
         before = self.offload.before(self) if self._is_joined else None
         self.is_back = True
-        self._beside = [] if before is None else before.kept()
-        for kept in self._beside:
+        self._copies = [] if before is None else before.kept()
+        for kept in self._copies:
             kept.fetch()
 
 
@@ -139,7 +139,7 @@ class Kept:
     def __del__(self) -> None:
         end: torch.cuda.Event | None = self.__dict__.get("_end")
         if end is not None and self._visit.pool is None:
-            end.synchronize()  # a backward ended early, and what the copy writes to becomes another's memory now
+            end.synchronize()  # a backward ended early, and the memory that the copy writes to is freed now
         buffer: Tensor | None = self.__dict__.get("_buffer")
         if buffer is not None:
             self._free.append(buffer)
@@ -160,7 +160,7 @@ class Kept:
             self._end = self._visit.offload.copy(self._here, self._host, self._visit.device)
 
     def settle(self) -> None:
-        """The layers' stream waits for the copy. Device memory that was copied to the host is free then."""
+        """Let the layers' stream wait for the copy. Then device memory that was copied to the host is free."""
         if self._end is not None:
             torch.cuda.current_stream(self._visit.device).wait_event(self._end)
             self._end = None
@@ -168,19 +168,19 @@ class Kept:
             self._here, self._is_leaving = None, False
 
     def bring(self) -> Tensor:
-        """The tensor on the device, in its layer's backward. What the layer before keeps begins to come."""
+        """The tensor on the device, in its layer's backward. The previous layer's activations begin to come back."""
         self.fetch()
-        found = self._here
+        x = self._here
         self.settle()
-        assert found is not None
+        assert x is not None
         if self._host is not None:
             self._here = None
         self._visit.begin_backward()
-        return found
+        return x
 
 
 class _Joined(torch.autograd.Function):
-    """The identity. Of the nodes of a layer, its backward runs last."""
+    """The identity. Its backward runs after all other nodes of the layer."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, visit: Visit) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fused layer asks of the ranks that hold it, or its rows, together."""
+"""Protocols of ranks that share a fused layer's weights (Over) or its rows (Context)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Over(Protocol):
-    """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor/projections.py).
+    """`FusedGroup.over` of a layer whose weights are split over ranks (parallel/tensor/projections.py).
 
     Attributes:
-        spread: how many times the rows of a rank all are.
+        spread: the rows of all ranks, divided by the rows of one.
         flat: whether a rank's rows come as [M / ranks, 1, K].
     """
 
@@ -35,13 +35,13 @@ class Context(Protocol):
     """Attention over ranks that have some of each row's tokens (parallel/context/attention.py).
 
     Attributes:
-        size: how many times a rank's tokens all are.
+        size: the tokens of all ranks, divided by the tokens of one.
     """
 
     size: int
 
-    def begin(self, own: int) -> None:
-        """A layer runs on rows of each of which this rank has so many tokens."""
+    def begin(self, tokens: int) -> None:
+        """A layer begins to run on rows. This rank has `tokens` tokens of each."""
 
     def together(self) -> AbstractContextManager[None]:
         """As `Over.together`."""
@@ -49,21 +49,21 @@ class Context(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:
-        """out [B, H, T, D] of this rank's q, k and v. `documents`: where they begin, and the tokens of the longest."""
+        """out [B, H, T, D] of this rank's q, k and v. `documents`: their starts, and the tokens of the longest one."""
 
 
 def together_of(layers: Iterable[Any]) -> Callable[[], AbstractContextManager[None]]:
-    """For `GraphOptions.together`: of the ranks that hold fused layers, or their rows, together."""
+    """`GraphOptions.together` of the ranks that share the fused layers among `layers`, or their rows."""
     parts = [p for layer in layers if (p := vars(layer).get("_fused")) is not None]
-    found: list[Context | Over] = [
+    shared: list[Context | Over] = [
         *dict.fromkeys(r for p in parts[:1] for r in (p.context, p.over) if r is not None)
     ]
 
     @contextmanager
     def together() -> Iterator[None]:
         with ExitStack() as stack:
-            for ranks in found:
+            for ranks in shared:
                 stack.enter_context(ranks.together())
             yield
 
-    return together if found else nullcontext
+    return together if shared else nullcontext

@@ -31,13 +31,14 @@ class Parts:
         heads: H, Hk and the factor of q kᵀ.
         eps: ε of all norms in the layer.
         turns: whether RoPE turns the heads.
-        factor: of attention's and of the MLP's result before the residual is added.
-        cap: of attention's scores, or None.
-        save: what is kept for backward: "full", "recompute", "fp8" or "checkpoint".
-        offload: where gate and up, or the layer's input, wait for backward. None keeps them on the device.
-        attention: the backend asked for.
+        factor: multiplies attention's and the MLP's result before they are added to the residual.
+        cap: the bound of attention's scores, or None.
+        save: the activations that are kept for backward: "full", "recompute", "fp8" or "checkpoint".
+        offload: the host memory in which gate and up, or the layer's input, wait for backward. None keeps them on the
+            device.
+        attention: the backend that `fuse` was called with.
         chosen: the backend that is used, by shapes, dtype and kind of mask.
-        context: what attends in the backend's place where ranks share rows; None where they do not.
+        context: attention over the ranks that share rows, in place of the backend. None if no ranks do.
         checks_longest: whether each call compares `max_length_q` with the documents.
     """
 
@@ -64,7 +65,7 @@ class Parts:
 
     @property
     def over(self) -> Over | None:
-        """How ranks hold the layer together; None where they do not."""
+        """How ranks share the layer's weights. None if they do not."""
         return cast("Over | None", self.qkv.over)
 
     @property
@@ -78,13 +79,13 @@ class Parts:
     def choose(self, key: tuple[Any, ...], name: str) -> str:
         """Keep the backend `name` in `chosen`, which forgets when it has `MOST_CHOSEN`.
 
-        It forgets shapes of cuDNN's graphs last: once a process has as many graphs as it may have, they are not chosen
-        anew for shapes whose graphs exist.
+        Entries that use cuDNN's graphs go last. A process may build a limited number of graphs, and a forgotten shape
+        might not get its existing graph back.
         """
         if len(self.chosen) >= MOST_CHOSEN:
-            others = [each for each, backend in self.chosen.items() if backend != GRAPH]
-            for each in others or [*self.chosen]:
-                del self.chosen[each]
+            without_graph = [k for k, backend in self.chosen.items() if backend != GRAPH]
+            for old in without_graph or [*self.chosen]:
+                del self.chosen[old]
         self.chosen[key] = name
         return name
 
@@ -98,10 +99,10 @@ class Parts:
         return self.factor == 1.0 and self.post_norms == (None, None)
 
     def tokens(self, h: Tensor) -> int:
-        """Of all ranks that share the rows of h."""
+        """How many tokens h has on all ranks that share its rows."""
         ranks = 1 if self.context is None else self.context.size
         return h.shape[:2].numel() * self.spread * ranks
 
     def scale(self, norm: nn.Module | None) -> Tensor | None:
-        """What a norm multiplies by, or None without a norm."""
+        """The factor [K] of a norm, or None without a norm."""
         return None if norm is None else scale(norm, self.spec.norms_add_one)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a FusedGroup (group.py) keeps between its calls."""
+"""The data that a FusedGroup (group.py) keeps between its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from lorakernels.autograd.linear.projections import Projections
 from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
 from lorakernels.values import Dropout
+
+CallState = tuple[list[Any], list[Any]]  # objects, which are compared by identity, and numbers
 
 
 class Derived(NamedTuple):
@@ -36,22 +40,23 @@ class Variant(NamedTuple):
 
     def mask(self, slot: Tensor | None, p: float, site: int) -> Dropout | None:
         """The mask that `slot` draws for x's rows; None without a slot."""
-        at = self.spec
-        return None if slot is None else Dropout(slot, p, site, at.row0, chunks=at.chunks)
+        if slot is None:
+            return None
+        return Dropout(slot, p, site, self.spec.row0, chunks=self.spec.chunks)
 
 
 class Prepared(NamedTuple):
-    """A call without its masks. It serves as long as what was seen is the same.
+    """A call without its masks. It serves until the state of its members changes.
 
     Attributes:
-        seen: what it depends on, when it was made: objects, and numbers. None if that cannot be told.
+        made_from: `state_of_call` when it was made. None if it serves one call only.
         variant: of the mode and the adapters.
-        adapted: the members whose adapters are active.
+        adapted: the members with an active adapter.
         to: the Projections, with None for every mask.
         params: the flat list of tensors that autograd gets (`fused_node.Trained`).
     """
 
-    seen: tuple[list[Any], list[Any]] | None
+    made_from: CallState | None
     variant: Variant
     adapted: tuple[LoRALinear, ...]
     to: Projections
@@ -66,13 +71,45 @@ class Prepared(NamedTuple):
         if rows is None:
             return to, self.params
         factors = [rows.factors(m.lora_A, m.lora_B) for m in self.adapted]
-        each_A, each_B = zip(*factors, strict=True)
-        to = to._replace(lora_A=torch.cat([a.detach() for a in each_A], -2), planned=None)
-        return to, [*each_A, *each_B, *self.params[2 * len(factors) :]]
+        rows_A, rows_B = zip(*factors, strict=True)
+        to = to._replace(lora_A=torch.cat([a.detach() for a in rows_A], -2), planned=None)
+        return to, [*rows_A, *rows_B, *self.params[2 * len(factors) :]]
 
-    def holds(self, now: tuple[list[Any], list[Any]] | None) -> bool:
-        """Whether what the call depends on is still what was seen; `now` is None if that cannot be told."""
-        if self.seen is None or now is None:
+    def holds(self, now: CallState | None) -> bool:
+        """Whether the members' state `now` is the one that it was made from. None is the state of no call."""
+        if self.made_from is None or now is None:
             return False
-        (objects, numbers), (those, then) = now, self.seen
-        return numbers == then and len(objects) == len(those) and all(map(is_, objects, those))
+        (objects, numbers), (old_objects, old_numbers) = now, self.made_from
+        if numbers != old_numbers or len(objects) != len(old_objects):
+            return False
+        return all(map(is_, objects, old_objects))
+
+
+def state_of_call(members: Sequence[FrozenFP8Linear]) -> CallState | None:
+    """What a prepared call of `members` depends on. None if a member is not a module of ours."""
+    objects: list[Any] = []
+    numbers: list[Any] = []
+    for member in members:
+        attributes = member.__dict__
+        if "_handle" not in attributes:
+            return None
+        parameters, buffers = attributes["_parameters"], attributes["_buffers"]
+        weight, scale = parameters["weight"], buffers["weight_scale_inv"]
+        lora_A, lora_B, bias = (parameters.get(name) for name in ("lora_A", "lora_B", "bias"))
+        objects += (weight, scale, lora_A, lora_B, bias)
+        # there is a new handle after a number of the layer changed
+        objects.append(attributes["_handle"])
+        numbers += (weight.data_ptr(), weight._version, attributes["training"])
+        to_train = weight.requires_grad and torch.is_grad_enabled()
+        numbers += (attributes.get("merged"), attributes.get("disable_adapters"), to_train)
+        if scale is not None:
+            numbers += (scale.data_ptr(), scale._version)
+        if lora_A is not None and lora_B is not None:
+            numbers += (lora_A.data_ptr(), lora_A.dtype, lora_A.shape, lora_B.dtype)
+            numbers += (lora_B.shape, lora_B.is_contiguous())
+        if bias is not None:
+            numbers += (bias.data_ptr(), bias.dtype, bias.requires_grad)
+    state = members[0].fp8_state
+    if state is not None:
+        objects += (state.forward, state.backward)
+    return objects, numbers

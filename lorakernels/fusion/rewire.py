@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.fusion.check import projections
-from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.describe import LayerDescription
 from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
@@ -35,13 +34,12 @@ from lorakernels.modules.model.columns import join_state
 from lorakernels.modules.model.trained_parts import hand_over_originals
 from lorakernels.modules.model.undo import Before, all_or_nothing
 
-_NONE = (None, None)
 _CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same for all layers: options of `fuse`, and where activations go that leave the device."""
+    """Options of `fuse` for all layers, and the host memory for offloaded activations."""
 
     attention: str
     shared_dropout: bool
@@ -66,104 +64,100 @@ def changed(model: nn.Module) -> Changed:
     Raises:
         ValueError: `fuse` was not given this model, but a module above or inside it, or none.
     """
-    found = model.__dict__.get(_CHANGED)
-    if found is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
+    record = model.__dict__.get(_CHANGED)
+    if record is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is not fused: pass the model that fuse() was given"
         )
-    assert isinstance(found, Changed)
-    return found
+    assert isinstance(record, Changed)
+    return record
 
 
 def rewire(
     model: nn.Module,
-    layers: Mapping[str, nn.Module],
+    layers: Sequence[LayerDescription],
     adapter: LoRALinear,
     modes: Sequence[str],
     options: Options,
-) -> tuple[list[Parts], list[tuple[str, ...]]]:
-    """Fuse `layers` and the last norm of `model`.
+) -> list[Parts]:
+    """Fuse `layers` and the last norm of `model`. Returns the Parts of each layer.
 
     Args:
         model: changed in place.
-        layers: {path: decoder layer}.
+        layers: its decoder layers, which `check_layers` has passed.
         adapter: any adapter of the model; its FP8State is the model's.
         modes: `save` of each layer.
         options: for all layers.
-
-    Returns:
-        For each layer, its Parts and the names of its projections that became FrozenFP8Linears.
     """
-    found, frozen, parts = Changed(), [], []
-    with all_or_nothing(model, _configs(model)) as before, _apart_on_failure(found.columns):
-        for path, layer in layers.items():
-            frozen.append(_freeze(path, layer, adapter, found, options, before))
-        for layer, mode in zip(layers.values(), modes, strict=True):
-            parts.append(_parts(layer, mode, options))
-        for layer, p in zip(layers.values(), parts, strict=True):
-            _join(layer, p, found, before)
+    record = Changed()
+    with all_or_nothing(model, _configs(model)) as before, _apart_on_failure(record.columns):
+        for layer in layers:
+            _freeze(layer, adapter, record, options, before)
+        parts = [_parts(layer, mode, options) for layer, mode in zip(layers, modes, strict=True)]
+        for layer, p in zip(layers, parts, strict=True):
+            _join(layer.module, p, record, before)
         for norm, adds_one in _last_norms(model, layers):
-            found.norms.append(norm)
+            record.norms.append(norm)
             fuse_norm(norm, adds_one)
-        _no_cache(model, found)
-        found.angles += angles_by_document(model)
-        model.__dict__[_CHANGED] = found
-    return parts, frozen
+        _no_cache(model, record)
+        record.angles += angles_by_document(model)
+        model.__dict__[_CHANGED] = record
+    return parts
 
 
 def unwire(model: nn.Module) -> list[str]:
-    """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
-    found = changed(model)
+    """Undo `rewire`. Returns the paths of kept nn.Linears that are dropped, since the model has other weights now."""
+    record = changed(model)
     for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
         refuse_held(linear, "unfuse")
     for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
         if layer.__dict__["_fused"].over is not None:
             raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
-    with all_or_nothing(model, [config for config, _ in found.use_cache]):
-        weights = [kept.weight() for kept in found.kept]
+    with all_or_nothing(model, [config for config, _ in record.use_cache]):
+        weights = [kept.weight() for kept in record.kept]
         for layer in [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]:
             parts: Parts = layer.__dict__.pop("_fused")
             plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
             plain.__class__ = original_class(layer)
             for group in parts.groups:
                 group.separate()
-                _columns_back(group, found.columns.get(group))
-        for kept, weight in zip(found.kept, weights, strict=True):
+                _columns_back(group, record.columns.get(group))
+        for kept, weight in zip(record.kept, weights, strict=True):
             if weight is None:
                 stale.append(kept.path)
             else:
                 kept.put_back(weight)
         forget_projections(model)
-        for norm in found.norms:
+        for norm in record.norms:
             unfuse_norm(norm)
-        for hook in found.angles:
+        for hook in record.angles:
             hook.remove()
-        for config, value in found.use_cache:
+        for config, value in record.use_cache:
             config.use_cache = value
         del model.__dict__[_CHANGED]
     return stale
 
 
 def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
-    """Free the memory of decoder layers and norms that `model` will not get back, fused or not.
+    """Free the memory of the decoder layers and norms `gone`, fused or not, which `model` will not get back.
 
-    The record for `unwire` then has only those that it still has. A report of `fuse` that somebody keeps holds no
-    memory of them.
+    The record for `unwire` then has only the layers that remain. A report of `fuse` that a caller keeps does not keep
+    their memory.
     """
-    modules = {id(m) for each in gone for m in each.modules()}
-    found: Changed | None = model.__dict__.get(_CHANGED)
-    if found is not None:
-        found.kept = [kept for kept in found.kept if id(kept.layer) not in modules]
-        found.norms = [norm for norm in found.norms if id(norm) not in modules]
-        found.columns = {
-            group: kept for group, kept in found.columns.items() if id(group.first) not in modules
+    modules = {id(m) for layer in gone for m in layer.modules()}
+    record: Changed | None = model.__dict__.get(_CHANGED)
+    if record is not None:
+        record.kept = [kept for kept in record.kept if id(kept.norm) not in modules]
+        record.norms = [norm for norm in record.norms if id(norm) not in modules]
+        record.columns = {
+            group: kept for group, kept in record.columns.items() if id(group.first) not in modules
         }
-    for module in (m for each in gone for m in each.modules()):
+    for module in (m for layer in gone for m in layer.modules()):
         if isinstance(module, FusedDecoderLayer):
             parts: Parts = module.__dict__["_fused"]
             for group in parts.groups:
-                group.__setstate__(group.__getstate__())  # as a copy that has joined nothing yet
+                group.forget()
         module._parameters.clear()
         module._buffers.clear()
 
@@ -184,59 +178,44 @@ def _apart_on_failure(groups: Iterable[FusedGroup]) -> Iterator[None]:
 
 
 def _freeze(
-    path: str,
-    layer: nn.Module,
-    adapters: LoRALinear,
-    found: Changed,
+    layer: LayerDescription,
+    adapter: LoRALinear,
+    record: Changed,
     options: Options,
     before: Before,
-) -> tuple[str, ...]:
-    """Turn the layer's plain projections into FrozenFP8Linears, and move all to the adapters' FP8State.
-
-    Returns the names of the projections that were plain.
-    """
-    state, names = adapters.fp8_state, []
-    for name, parent, module in projections(layer):
-        full = f"{path}.{name}" if path else name
-        if isinstance(module, FrozenFP8Linear):
-            join_state(module, full, state)
+) -> None:
+    """Turn the layer's plain projections into FrozenFP8Linears, and move all to the adapters' FP8State."""
+    state, recipe = adapter.fp8_state, adapter.recipe
+    for p in layer.projections:
+        if not p.is_plain:
+            join_state(p.linear, p.full_path, state)
             continue
-        assert isinstance(module, nn.Linear)
-        if state is not None and full not in state.names:
-            state.register(full)
-        recipe = adapters.recipe
-        make = partial(FrozenFP8Linear.from_linear, module, recipe, fp8_state=state, name=full)
+        if state is not None and p.full_path not in state.names:
+            state.register(p.full_path)
+        make = partial(
+            FrozenFP8Linear.from_linear, p.linear, recipe, fp8_state=state, name=p.full_path
+        )
         new = before.patiently(make)
         # keep the Parameter itself: trained or not, an optimizer may hold it
-        new._parameters["bias"] = module._parameters["bias"]
-        hand_over_originals(module, new)
-        leaf = name.rpartition(".")[2]
+        new._parameters["bias"] = p.linear._parameters["bias"]
+        hand_over_originals(p.linear, new)
         if options.keep_linears:
-            found.kept.append(KeptLinear.of(full, layer, parent, leaf, module))
-        parent._modules[leaf] = new
-        names.append(leaf)
-    return tuple(names)
+            record.kept.append(KeptLinear.of(layer, p))
+        p.parent._modules[p.name] = new
 
 
-def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
-    spec = spec_of(layer)
+def _parts(layer: LayerDescription, save: str, options: Options) -> Parts:
+    """How the layer runs, once its projections are frozen."""
+    spec, module = layer.spec, layer.module
     qkv, o, gate_up, down = (
-        FusedGroup(
-            [keep_projection(layer.get_submodule(path)) for path in paths],
-            options.shared_dropout,
-            results,
-        )
-        for paths, results in zip(spec.groups, spec.results, strict=True)
-    )
-    first, second, of_q, of_k, *post = (
-        None if path is None else layer.get_submodule(path)
-        for path in (*spec.norms, *(spec.head_norms or _NONE), *(spec.post_norms or _NONE))
+        FusedGroup([keep_projection(p.in_model) for p in group], options.shared_dropout, results)
+        for group, results in zip(layer.groups, spec.results, strict=True)
     )
     places = [
-        (path, layer.get_submodule(owner)._modules, name, module)
-        for path, module in layer.named_modules()
+        (path, module.get_submodule(owner)._modules, name, inner)
+        for path, inner in module.named_modules()
         for owner, _, name in [path.rpartition(".")]
-        if path and not is_inside_projection(layer, owner)
+        if path and not is_inside_projection(module, owner)
     ]
     return Parts(
         spec=spec,
@@ -244,24 +223,24 @@ def _parts(layer: nn.Module, save: str, options: Options) -> Parts:
         o=o,
         gate_up=gate_up,
         down=down,
-        norms=(first, second),
-        head_norms=(of_q, of_k),
-        post_norms=(post[0], post[1]),
+        norms=layer.norms,
+        head_norms=layer.head_norms,
+        post_norms=layer.post_norms,
         places=places,
-        heads=spec.heads(layer),
-        eps=epsilon(layer.get_submodule(spec.all_norms[0])),
-        turns=spec.turns(layer),
-        factor=spec.factor_of(layer),
-        cap=spec.cap_of(layer),
+        heads=layer.heads,
+        eps=epsilon(layer.first_norm),
+        turns=spec.turns(module),
+        factor=spec.factor_of(module),
+        cap=spec.cap_of(module),
         save=save.removesuffix(AWAY),
         attention=options.attention,
         offload=options.offload if save.endswith(AWAY) else None,
     )
 
 
-def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> None:
+def _join(layer: nn.Module, parts: Parts, record: Changed, before: Before) -> None:
     for group in parts.groups:
-        found.columns[group] = _take_columns(group)
+        record.columns[group] = _take_columns(group)
         bring(group.first)
         before.patiently(group.join)
     layer.__dict__["_fused"] = parts
@@ -269,22 +248,21 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
 
 
 def _last_norms(
-    model: nn.Module, layers: Mapping[str, nn.Module]
+    model: nn.Module, layers: Sequence[LayerDescription]
 ) -> Iterator[tuple[nn.Module, bool]]:
-    """The last norm beside each list of layers, if its class is that of the layers' norms, and whether it adds 1 to its
+    """Yield the norm behind each list of layers, if it has the class of the layers' norms, and whether it adds 1 to its
     weight."""
-    owners = {path.rpartition(".")[0].rpartition(".")[0]: layer for path, layer in layers.items()}
+    owners = {layer.path.rpartition(".")[0].rpartition(".")[0]: layer for layer in layers}
     for owner, layer in owners.items():
-        spec = spec_of(layer)
-        norm = model.get_submodule(owner)._modules.get(spec.last_norm)
-        if norm and type(norm) is spec.own_class(layer, "RMSNorm"):
-            yield norm, spec.norms_add_one
+        norm = model.get_submodule(owner)._modules.get(layer.spec.last_norm)
+        if norm and type(norm) is layer.spec.own_class(layer.module, "RMSNorm"):
+            yield norm, layer.spec.norms_add_one
 
 
 def _take_columns(group: FusedGroup) -> list[torch.Tensor]:
     """Copies of the members' columns of the FP8 state.
 
-    With several members, the first one's column of dy becomes the group's and starts empty.
+    If there are several members, the group takes over the first one's column of dy, which starts empty.
     """
     state = group.first.fp8_state
     if state is None:
@@ -321,8 +299,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
             yield config
 
 
-def _no_cache(model: nn.Module, found: Changed) -> None:
+def _no_cache(model: nn.Module, record: Changed) -> None:
     for config in _configs(model):
         if config.use_cache:
-            found.use_cache.append((config, True))
+            record.use_cache.append((config, True))
             config.use_cache = False

@@ -24,7 +24,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     If adapters are not merged, they are dropped: trained biases and `modules_to_save` get their original values back.
     A weight that "olora" or "pissa" changed gets its initial adapter back, up to the rounding of what the layer holds.
     If they are merged, everything trained stays. A fused model is unfused first. All new weights are made before
-    anything changes, so memory must hold them beside the old ones. Experts are stacked again.
+    anything changes, so memory must hold old and new weights at once. Experts are stacked again.
 
     Args:
         model: after `apply_lora`, `load_adapter` or `load_quantized`. For a layer itself, an `nn.Linear` is returned.
@@ -36,7 +36,7 @@ def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
             `disable_lora`, is fused from a module above it, split by `parallelize`, or has layers of a PeftModel; or a
             weight is not finite. Nothing is changed then.
         TypeError: `dtype` is no floating-point type of two bytes or more.
-        RuntimeError: parameters are sharded (FSDP2), or the weights are those of a sharded base.
+        RuntimeError: parameters are sharded (FSDP2), or the weights belong to a sharded base.
     """
     states = {m.merged for m in model.modules() if isinstance(m, LoRALinear)}
     if len(states) > 1:

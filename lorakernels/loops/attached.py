@@ -265,7 +265,7 @@ def attach(
     optimizers = _optimizers(optimizer)
     _check(model, optimizers, warmup_steps, rng_state)
     _check_layers(model, layers)
-    found = list((layers if layers is not None else parts.decoder_layers(model)) or [])
+    found = list((layers if layers is not None else parts.adapted_list(model)) or [])
     options = GraphOptions(
         on_new_shape=on_new_shape,
         max_shapes=max_shapes,

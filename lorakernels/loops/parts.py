@@ -32,7 +32,7 @@ def drops(layer: Any) -> bool:
     return layer.lora_dropout > 0 if isinstance(layer, LoRALinear) else layer.dropout_p > 0
 
 
-def decoder_layers(model: nn.Module) -> nn.ModuleList | None:
+def adapted_list(model: nn.Module) -> nn.ModuleList | None:
     """The ModuleList that holds the most adapters; None if no list holds one."""
     found: nn.ModuleList | None = None
     most, inside = 0, set[nn.Module]()

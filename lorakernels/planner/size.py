@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,12 @@ from torch import nn
 
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.fusion.check import check_blocks
-from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.describe import LayerDescription, describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import LayerSize
 from lorakernels.modules import LoRALinear, apply_lora
-from lorakernels.modules.linear.projections import projection
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.numerics.blocks import blocks_of
-from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.tensor.check import check_split
 
 ELEMENT = 2  # bytes of a number that is not FP8: bf16
@@ -97,14 +96,14 @@ class ModelSize:
             apply_lora(model, replace(chosen, fp8=None))
         else:
             recipe = next(m.recipe for m in model.modules() if isinstance(m, LoRALinear))
-        layers = decoder_layers(model)
+        layers = describe_layers(decoder_layers(model, fused=True))
         blocks = isinstance(recipe, BlockScaling)
         if tp > 1:
             check_split(model, tp, blocks)
-        sizes = tuple(LayerSize.of(layer, not blocks, blocks=blocks) for layer in layers.values())
+        sizes = tuple(LayerSize.of(layer, not blocks, blocks=blocks) for layer in layers)
         if blocks:
             _check_blocks(layers)
-        inside = {id(p) for layer in layers.values() for p in layer.parameters()}
+        inside = {id(p) for layer in layers for p in layer.module.parameters()}
         others = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         head = model.get_output_embeddings()
@@ -159,17 +158,18 @@ def scales(size: LayerSize) -> int:
     return sum(4 * blocks_of(n) * blocks_of(k) for n, k, _ in projections(size))
 
 
-def _check_blocks(layers: Mapping[str, nn.Module]) -> None:
-    for path, layer in layers.items():
-        for group in spec_of(layer).groups:
-            members = {f"{path}.{name}": projection(layer.get_submodule(name)) for name in group}
-            check_blocks(members)
+def _check_blocks(layers: Sequence[LayerDescription]) -> None:
+    for layer in layers:
+        for group in layer.groups:
+            check_blocks({p.full_path: p.linear for p in group})
 
 
 def _check(model: nn.Module) -> None:
-    for path, layer in decoder_layers(model).items():
-        if found := next(spec_of(layer).objections(layer), None):
-            raise ValueError(f"a plan is of fused layers, and {path} cannot be fused: {found}")
+    for layer in describe_layers(decoder_layers(model, fused=True)):
+        if objection := next(layer.spec.objections(layer.module), None):
+            raise ValueError(
+                f"a plan is of fused layers, and {layer.path} cannot be fused: {objection}"
+            )
 
 
 def _on_meta(config: Any) -> Any:

@@ -95,6 +95,12 @@ def sized(**sizes: int) -> Model:
     return lambda rank: make(Way("", False, model=sizes), CPU)
 
 
+def with_a_layer_twice(rank: int) -> nn.Module:
+    model = sized()(rank)
+    model.model.layers[1] = model.model.layers[0]
+    return model
+
+
 def of_no_family(rank: int) -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8))
     apply_lora(model, LoRAConfig(target_modules=["0"], r=2))
@@ -136,7 +142,12 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         None,
         "parameters outside of the split layers cannot train yet, found ['model.norm.weight']",
     ),
-    "no family": (of_no_family, None, "Sequential must have decoder layers of one family"),
+    "no family": (of_no_family, None, "Sequential has no decoder layer: fuse knows Llama"),
+    "a layer twice": (
+        with_a_layer_twice,
+        None,
+        "model.layers.1 and model.layers.0 are one layer: give each place",
+    ),
     "a pattern without a layer": (
         sized(),
         {"*.q_proj": "column", "*.wq": "column"},

@@ -22,6 +22,8 @@ from lorakernels import (
     fuse,
 )
 from lorakernels.fusion import families
+from lorakernels.fusion.describe import describe_layers
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import LayerSize
 
 transformers = pytest.importorskip("transformers")
@@ -149,7 +151,8 @@ def fused_in_bf16(
         "Llama", targets, device=device, dtype=torch.bfloat16, fp8=DelayedScaling()
     )
     fuse(model, save=save)
-    return model, tuple(LayerSize.of(layer, True) for layer in model.model.layers)
+    layers = describe_layers(decoder_layers(model, fused=True))
+    return model, tuple(LayerSize.of(layer, True) for layer in layers)
 
 
 def run(model: nn.Module, tokens: Tensor, **options: Any) -> dict[str, Tensor]:

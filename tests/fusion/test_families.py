@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_a_layer_has_the_modules_of_its_spec(family: str) -> None:
     heads = spec.heads(layer)
     scale = {"Granite": 0.3, "Gemma2": 12**-0.5, "Gemma3": 12**-0.5}.get(family, 16**-0.5)
     assert heads == (4, 2, 16, scale) and rows == [(4 + 2 * 2) * 16, 32, 2 * 48, 32]
+
+
+def test_fuse_describes_each_layer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks and rewiring take the description, instead of the layer's spec again."""
+    described: list[nn.Module] = []
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lorakernels.fusion.") and "spec_of" in vars(module):
+            monkeypatch.setattr(module, "spec_of", lambda x: described.append(x) or spec_of(x))
+    model = adapted("Qwen3", ("up_proj",))
+    fuse(model, keep_linears=True)
+    assert described == list(model.model.layers)
 
 
 def test_a_subclass_of_a_layer_is_another_class() -> None:

@@ -333,8 +333,8 @@ def test_what_is_derived_stays_where_a_captured_graph_reads_it() -> None:
     groups = layer_of(model)._fused.groups
 
     def derived() -> list[Tensor]:
-        found = [t for g in groups for t in g._derived if t is not None]
-        return found + [factors for g in groups for factors in g._factors.values()]
+        found = [t for g in groups for t in g.joined.derived if t is not None]
+        return found + [factors for g in groups for factors in g.joined.factors.values()]
 
     before = derived()
     assert len(before) > 8
@@ -348,6 +348,6 @@ def test_what_is_derived_stays_where_a_captured_graph_reads_it() -> None:
         model.train()
         assert {id(t) for t in before} <= {id(t) for t in derived()}
     for group in layer_of(twin)._fused.groups:
-        group._forget()  # what it would derive for the first time
+        group.forget()  # what it would derive for the first time
     found, expected = run(model, x), run(twin, x)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -29,7 +29,7 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
     for module in model.modules():
         parts = vars(module).get("_fused")
         for group in () if parts is None else parts.groups:
-            known |= {a.untyped_storage().data_ptr() for a in group._lora_A.values()}
+            known |= {a.untyped_storage().data_ptr() for a in group.joined.lora_A.values()}
     found: dict[int, int] = {}
     inside = [False]
 

@@ -280,4 +280,4 @@ def test_memory_that_moved_is_joined_again(family: str, how: str) -> None:
     assert group.call()[0].weight.shape == (64, 32)
     if family == "Llama":
         assert group.members[1].lora_A.data_ptr() > group.members[0].lora_A.data_ptr()
-        assert group._is_joined()
+        assert group.joined.is_joined()

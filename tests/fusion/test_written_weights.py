@@ -14,7 +14,7 @@ from lorakernels.graphs.replay.derived import renew_derived
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, fuse, merge_lora, unmerge_lora
-from lorakernels.fusion.group import FusedGroup
+from lorakernels.fusion.joined_rows import JoinedRows
 from tests.fusion.fused_models import LINEARS, adapted, fp8_state
 from tests.graphs.layers import managed, with_options
 
@@ -27,9 +27,9 @@ def _says_that_it_captures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Otherwise a graph of the CPU would hold the derivation itself, and each replay would repeat it.
     """
-    asks = FusedGroup._capturing
+    asks = JoinedRows._capturing
     imitated = torch._C._len_torch_dispatch_stack
-    monkeypatch.setattr(FusedGroup, "_capturing", lambda group: asks(group) or imitated() > 0)
+    monkeypatch.setattr(JoinedRows, "_capturing", lambda rows: asks(rows) or imitated() > 0)
 
 
 def fused(device: torch.device) -> nn.Module:
@@ -204,7 +204,7 @@ def test_a_renewed_layer_asks_the_host_for_nothing(
     def factors(*_: object) -> None:
         raise AssertionError("made by the forward that a capture records")
 
-    monkeypatch.setattr(FusedGroup, "_new_factors", factors)
+    monkeypatch.setattr(JoinedRows, "_new_factors", factors)
     loss_of(run.model, run.x, run.angles)
 
 

@@ -311,12 +311,12 @@ def attend_capped(
     """out [B, H, T, D] with scores s = cap · tanh(scale · q kᵀ / cap), by the formula of transformers' "eager".
 
     Scores [B, H, T, T] exist in q's dtype, and their softmax in fp32. They are not kept for backward, which computes
-    them again. `mask` is bool, True where a token sees another, or what is added to s.
+    them again. `mask` is bool, True where a token sees another, or else it is added to s.
     """
-    given = (q, k, v, mask, causal, scale, cap)
+    arguments = (q, k, v, mask, causal, scale, cap)
     if not torch.is_grad_enabled():
-        return _capped(*given)
-    out: Tensor = checkpoint(_capped, *given, use_reentrant=False, preserve_rng_state=False)
+        return _capped(*arguments)
+    out: Tensor = checkpoint(_capped, *arguments, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
@@ -360,10 +360,10 @@ def segments_mask(segments: Segments, queries: int, keys: int) -> Tensor:
 
 def _places(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """(the segment of each of `tokens`, how far before its end it is)."""
-    at = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+    positions = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
     ends = starts[1:].contiguous()
-    segment = torch.searchsorted(ends, at, right=True)
-    return segment, ends[segment.clamp(max=len(ends) - 1)] - at
+    segment = torch.searchsorted(ends, positions, right=True)
+    return segment, ends[segment.clamp(max=len(ends) - 1)] - positions
 
 
 def _tokens(x: Tensor) -> Tensor:

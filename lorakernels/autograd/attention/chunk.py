@@ -1,27 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal attention of two chunks of a row to all keys up to each chunk's end, by kernels for squares and rectangles.
 
-torch's kernels know one causal form, of as many queries as keys. Chunks of C tokens begin at b₁ < b₂. So both attend
+torch's kernels know one causal form, of as many queries as keys. Chunks of C tokens begin at b₁ < b₂. So there are
+up to three calls of kernels:
 
-    causally to their own 2C keys, one chunk behind the other: all of the second one's are behind the first one's
-    without a mask to the b₁ keys before both
-    and the second one without a mask to the b₂ − b₁ − C keys between them
+    both chunks attend causally to their own 2C keys, as the second chunk's keys follow the first chunk's
+    both chunks attend without a mask to the b₁ keys before both
+    the second chunk attends without a mask to the b₂ − b₁ − C keys between them
 
 Each key is in one of these. Their size in all is C² + C (b₁ + b₂), which is equal for the two chunks of each rank. A
-rank of the first and of the last chunk, and one of two chunks that meet, have two calls, and the others three. What two
-calls found of a query meets by their logsumexps, in fp32:
+rank needs two calls if it has the first chunk, or if its chunks are neighbours. The results of two calls for a query
+are merged by their logsumexps, in fp32:
 
     l = log(exp l₁ + exp l₂)      out = w out₁ + (1 − w) out₂      w = exp(l₁ − l) = sigmoid(l₁ − l₂)
 
-On a GPU one kernel does it, and rounds out once (kernels/triton/merge_attention.py). On a CPU torch's ops do. Out of a
-query that three calls are for is rounded twice.
+On a GPU one kernel merges, and rounds out once (kernels/triton/merge_attention.py). On a CPU torch's ops do. If a query
+has three calls, out is rounded twice.
 
 Backward runs each kernel's own with out and l of all, where P = exp(scale q kᵀ − l):
 
     dS = P ⊙ (dout vᵀ − rowsum(dout ⊙ out))
 
-It is what ring attention does (Liu et al. 2023, arXiv 2310.01889), over keys that are all here. dq of all is added in
-q's dtype. dk and dv are left apart, as the kernels gave them: parallel/context/attention.py adds them over ranks.
+Ring attention does the same (Liu et al. 2023, arXiv 2310.01889). Here a rank has all keys at once. The parts of dq
+are added in q's dtype. dk and dv stay apart, as the kernels return them: parallel/context/attention.py adds them over
+ranks.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ def _cudnn_backward(
     causal, scale = how
     backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
     lengths = (None, None, q.shape[2], k.shape[2])
-    given = (dout, q, k, v, out, lse, *rest, None, *lengths, 0.0, causal)
-    return backward(*given, scale=scale)
+    arguments = (dout, q, k, v, out, lse, *rest, None, *lengths, 0.0, causal)
+    return backward(*arguments, scale=scale)
 
 
 def _cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
@@ -117,17 +119,17 @@ class Call(NamedTuple):
     def others(self, size: int) -> list[tuple[int, slice]]:
         """(the first query, the keys) of each call for keys that are not the chunks' own. A chunk has `size` tokens."""
         first, second = self.begins
-        found = [(0, slice(0, first)), (size, slice(first + size, second))]
-        return [(query, keys) for query, keys in found if keys.start < keys.stop]
+        ranges = [(0, slice(0, first)), (size, slice(first + size, second))]
+        return [(query, keys) for query, keys in ranges if keys.start < keys.stop]
 
 
 class Attended(NamedTuple):
-    """What `attend_chunks` computed.
+    """The result of `attend_chunks`.
 
     Attributes:
         out: [B, H, 2C, D]; [B, 2C, H, D] in memory, as the next product reads it.
         lse: fp32 [B, H, 2C], the logsumexps.
-        rest: what backward needs besides, of each call of a kernel.
+        rest: the other results of each kernel call that backward needs.
     """
 
     out: Tensor
@@ -138,20 +140,20 @@ class Attended(NamedTuple):
 Keys = tuple[Tensor, Tensor]  # and values
 
 
-def attend_chunks(call: Call, q: Tensor, own: Keys, whole: Keys) -> Attended:
+def attend_chunks(call: Call, q: Tensor, chunk_keys: Keys, row_keys: Keys) -> Attended:
     """Each query attends to all keys of its row up to its own. There is no gradient: `chunk_gradients` computes it.
 
     Args:
         call: how.
         q: [B, H, 2C, D], two chunks of a row one behind the other.
-        own: k and v [B, Hk, 2C, D] of the same tokens.
-        whole: k and v [B, Hk, S, D] of the row.
+        chunk_keys: k and v [B, Hk, 2C, D] of the same tokens.
+        row_keys: k and v [B, Hk, S, D] of the row.
     """
     kernel, tokens = _KERNELS[call.name], q.shape[2]
-    out, lse, more = kernel.forward(q, *own, True, call.scale)
+    out, lse, more = kernel.forward(q, *chunk_keys, True, call.scale)
     out, lse, rest = _by_token(out), lse.view(q.shape[:3]), [more]
     for query, keys in call.others(tokens // 2):
-        k, v = (x[:, :, keys] for x in whole)
+        k, v = (x[:, :, keys] for x in row_keys)
         two, l2, more = kernel.forward(q[:, :, query:], k, v, False, call.scale)
         kernel.merge(out[:, :, query:], lse[:, :, query:], two, l2.view(two.shape[:3]))
         rest.append(more)
@@ -159,7 +161,7 @@ def attend_chunks(call: Call, q: Tensor, own: Keys, whole: Keys) -> Attended:
 
 
 def chunk_gradients(
-    call: Call, dout: Tensor, q: Tensor, own: Keys, whole: Keys, attended: Attended
+    call: Call, dout: Tensor, q: Tensor, chunk_keys: Keys, row_keys: Keys, attended: Attended
 ) -> tuple[Tensor, list[Gradients]]:
     """(dq [B, H, 2C, D], dk and dv of each range of keys that a chunk attended to). No key is in two of them.
 
@@ -168,18 +170,18 @@ def chunk_gradients(
     kernel, size = _KERNELS[call.name], q.shape[2] // 2
     out, lse, (more, *rest) = attended
     shape = *q.shape[:3], 1
-    dq, dk, dv = kernel.backward(dout, q, *own, out, lse.view(shape), more, True, call.scale)
+    dq, dk, dv = kernel.backward(dout, q, *chunk_keys, out, lse.view(shape), more, True, call.scale)
     dq = _by_token(dq)
     pairs = zip(call.begins, dk.split(size, 2), dv.split(size, 2), strict=True)
-    found = [Gradients(*pair) for pair in pairs]
+    key_gradients = [Gradients(*pair) for pair in pairs]
     for (query, keys), more in zip(call.others(size), rest, strict=True):
-        k, v = (x[:, :, keys] for x in whole)
+        k, v = (x[:, :, keys] for x in row_keys)
         d, part, mine = (x[:, :, query:] for x in (dout, q, out))
         sums = lse[:, :, query:].contiguous().unsqueeze(-1)
         dpart, dk, dv = kernel.backward(d, part, k, v, mine, sums, more, False, call.scale)
         dq[:, :, query:].add_(dpart)
-        found.append(Gradients(keys.start, dk, dv))
-    return dq, found
+        key_gradients.append(Gradients(keys.start, dk, dv))
+    return dq, key_gradients
 
 
 def _by_token(x: Tensor) -> Tensor:

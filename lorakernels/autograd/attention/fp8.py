@@ -35,7 +35,7 @@ PACKED = (
 
 
 class Attended(NamedTuple):
-    """What attention found.
+    """The result of attention.
 
     Attributes:
         out: [B, H, T, D].

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of what attention is told of the longest packed document.
+"""Check `max_length_q`, the tokens of the longest packed document, on the device.
 
-FlashAttention-2 computes no token behind that length, without a word. Where documents begin is known to the device
-alone as a rule, so that the host cannot compare. There it is a device assertion, which a CUDA graph holds, too.
+FlashAttention-2 silently computes no token behind that length. The starts of documents are on the device as a rule, so
+the host cannot compare without waiting. The check is a device assertion then, which a CUDA graph records, too.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _RULE = "max_length_q must be at least the tokens of each document in cu_seq_len
 def check_longest(starts: Tensor, longest: int) -> None:
     """Refuse documents of more than `longest` tokens.
 
-    On a GPU the host does not wait: a later call of CUDA's says "device-side assert triggered", and the rule that is
-    broken stands on stderr. The process needs a restart then.
+    On a GPU the host does not wait: a later call of CUDA's says "device-side assert triggered", and stderr has the
+    rule that was broken. The process needs a restart then.
 
     Args:
         starts: int32 [N + 1], where documents begin and the last one ends.
@@ -34,8 +34,8 @@ def check_longest(starts: Tensor, longest: int) -> None:
     if documents < 1:
         return
     if index < 0:
-        if (found := int(np.diff(starts.numpy()).max())) > longest:
-            raise ValueError(f"{_RULE}, found {longest} for one of {found}")
+        if (most := int(np.diff(starts.numpy()).max())) > longest:
+            raise ValueError(f"{_RULE}, found {longest} for one of {most}")
     elif why_not_csrc(capability(index)) is None:
         starts = starts.contiguous()
         extension().check_longest_document(

@@ -5,7 +5,7 @@
     dup = dact ⊙ gelu(gate)        dgate = dact ⊙ up ⊙ gelu'(gate)
 
 gate_up = gate | up [M, 2F], plain or the bytes that are kept until backward (numerics/gate_up.py). There is no kernel
-that also quantizes the result, as ops/swiglu.py has. In backward some 20 MF bytes exist for a while beside the result.
+that also quantizes the result, as ops/swiglu.py has. In backward some 20 MF bytes exist for a while besides the result.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def geglu(gate_up: Scaled, dtype: torch.dtype) -> Tensor:
 def geglu_backward(dact: Tensor, gate_up: Scaled, multiplier: Tensor) -> Tensor:
     """dgate · m₀ | dup · m₁ [M, 2F] in dact's dtype, for multiplier fp32 [2]."""
     gate, up = halves(gate_up)
-    wide, found = dact.float(), dact.new_empty(gate_up.data.shape)
-    dgate, dup = found.chunk(2, 1)
+    wide, dgate_up = dact.float(), dact.new_empty(gate_up.data.shape)
+    dgate, dup = dgate_up.chunk(2, 1)
     of_gate = torch.ops.aten.gelu_backward(wide * up, gate, approximate="tanh")
     dgate.copy_(of_gate.mul_(multiplier[0]))
     del of_gate
     dup.copy_(F.gelu(gate, approximate="tanh").mul_(wide).mul_(multiplier[1]))
-    return found
+    return dgate_up

@@ -73,9 +73,9 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True)
 class QKVCall:
-    """What `norm_qkv` needs besides autograd's tensors. cos and sin are [T, D]; T divides the number of tokens.
+    """The arguments of `norm_qkv` except autograd's tensors. cos and sin are [T, D]; T divides the number of tokens.
 
-    `whole` is given where ranks share rows: (B, T) of the tokens of all ranks, while h has this rank's.
+    `whole` is (B, T) of all ranks' tokens if ranks share rows. h has the tokens of this rank.
     """
 
     to: Projections
@@ -90,8 +90,9 @@ class QKVCall:
 
 @dataclass(frozen=True)
 class OutputCall:
-    """What `output` needs besides autograd's tensors. With `adds=False` its result is o(out), without the residual.
+    """The arguments of `output` except autograd's tensors.
 
+    With `adds=False` its result is o(out), without the residual.
     `bytes_`, if given, are out [M, H D] in e4m3. An FP8 base multiplies them, and backward reads them instead of out.
     """
 
@@ -103,7 +104,8 @@ class OutputCall:
 
 @dataclass(frozen=True)
 class MLPCall:
-    """What `mlp` needs besides autograd's tensors. With `output=False` nobody reads its result: it is not computed.
+    """The arguments of `mlp` except autograd's tensors. With `output=False` its result, which is not read, has no
+    meaningful values.
 
     `away`, if given, keeps gate and up for backward.
     With `adds=False` the result is down(a8), without the residual.
@@ -165,19 +167,19 @@ class NormQKVNode(torch.autograd.Function):
                 return Scaled(saved["x8"], saved["x_scale_inv"])
             return Scaled(_normed(saved, call.eps))
 
-        found, dbias = no_gradients(call.to)
+        grads, dbias = no_gradients(call.to)
         if ctx.wanted:
             tensors = adapters("", saved, call.to, saved["B"])
-            found = gradients(call.to, dqkv, d8, operand, tensors, ctx.wanted.needs)
+            grads = gradients(call.to, dqkv, d8, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dqkv, ctx.wanted.bias)
-        dx, dweight = rms_norm_backward(saved, found.x, flat(dh), need[1])
+        dx, dweight = rms_norm_backward(saved, grads.x, flat(dh), need[1])
         return (
             dx.view(ctx.shape) if need[0] and dx is not None else None,
             dweight,
             *dnorms,
             None,
-            *found.A,
-            *found.B,
+            *grads.A,
+            *grads.B,
             *dbias,
         )
 
@@ -202,7 +204,7 @@ def _normed_input(
 
 
 def _power_of_two(to: Projections) -> bool | None:
-    """How the scales of 1 × 128 are rounded that a kernel writes beside what it computes; None without blocks."""
+    """Whether the scales of 1 × 128 are powers of two, where a kernel quantizes its result; None without blocks."""
     return None if to.blocks is None else to.blocks.power_2_scale
 
 
@@ -268,17 +270,17 @@ def _heads_backward(
         return dqkv, None, [*dnorms]
     ones = torch.ones_like(multiplier)
     dqkv = ops.rope_qkv_backward(dq, dk, dv, call.cos, call.sin, ones)
-    found: dict[str, Tensor] = {}
+    dnorm_of: dict[str, Tensor] = {}
     for name, weight, columns in _normed_heads(dqkv, call, *norms):
         d = columns.reshape(-1, weight.shape[0]).contiguous()
         x, rstd = saved[f"{name}_h"], saved[f"{name}_rstd"]
         dx, dweight = ops.rms_norm_backward(d, x, weight, rstd, None, need["qk".index(name)])
         columns.copy_(dx.view_as(columns))
-        found[name] = dweight.to(weight.dtype)
+        dnorm_of[name] = dweight.to(weight.dtype)
     for part, factor in zip(_columns(dqkv, call), multiplier, strict=True):
         part.mul_(factor)
     wanted = zip("qk", need, strict=True)
-    return dqkv, None, [found[name] if flag else None for name, flag in wanted]
+    return dqkv, None, [dnorm_of[name] if flag else None for name, flag in wanted]
 
 
 class OutputNode(torch.autograd.Function):
@@ -318,15 +320,15 @@ class OutputNode(torch.autograd.Function):
                 return Scaled(saved["x8"], saved["x_scale_inv"])
             return Scaled(_joined(saved["out"]))
 
-        found, dbias = no_gradients(call.to)
+        grads, dbias = no_gradients(call.to)
         if ctx.wanted:
             dy, tensors = flat(dh), adapters("", saved, call.to)
-            found = gradients(call.to, dy, None, operand, tensors, ctx.wanted.needs)
+            grads = gradients(call.to, dy, None, operand, tensors, ctx.wanted.needs)
             dbias = bias_gradients(call.to, dy, ctx.wanted.bias)
-        dx = found.x
+        dx = grads.x
         if dx is not None:
             dx = dx.view(*ctx.tokens, *ctx.heads).transpose(1, 2)
-        return dx, dh if call.adds else None, None, *found.A, *found.B, *dbias
+        return dx, dh if call.adds else None, None, *grads.A, *grads.B, *dbias
 
 
 def _joined(out: Tensor) -> Tensor:
@@ -391,21 +393,21 @@ class MLPNode(torch.autograd.Function):
                 return Scaled(saved["x8"], saved["x_scale_inv"])
             return Scaled(_normed(saved, call.eps))
 
-        after, dbias_down = no_gradients(call.down)
+        grads_down, dbias_down = no_gradients(call.down)
         if last:
             tensors = adapters("down_", saved, call.down)
-            after = gradients(call.down, dy, None, act, tensors, last.needs)
+            grads_down = gradients(call.down, dy, None, act, tensors, last.needs)
             dbias_down = bias_gradients(call.down, dy, last.bias)
-        found, dbias = no_gradients(gate_up)
+        grads, dbias = no_gradients(gate_up)
         if mine:
-            d, d8 = _act_backward(after.x, g_u, call, any(mine.bias))
-            after = after._replace(x=None)  # free dact, which is as large as act
+            d, d8 = _act_backward(grads_down.x, g_u, call, any(mine.bias))
+            grads_down = grads_down._replace(x=None)  # free dact, which is as large as act
             tensors = adapters("", saved, gate_up, saved["B"])
-            found = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
+            grads = gradients(gate_up, d, d8, operand, tensors, mine.needs, dout.dtype)
             dbias = bias_gradients(gate_up, d, mine.bias)
         added = dy if call.adds else None
-        dx, dweight = rms_norm_backward(saved, found.x, added, need[1])
-        ours = (*found.A, *found.B, *dbias, *after.A, *after.B, *dbias_down)
+        dx, dweight = rms_norm_backward(saved, grads.x, added, need[1])
+        ours = (*grads.A, *grads.B, *dbias, *grads_down.A, *grads_down.B, *dbias_down)
         dh = dx.view(ctx.shape) if need[0] and dx is not None else None
         return dh, dweight, None, *ours
 

@@ -77,7 +77,7 @@ def weights(prefix: str, to: Projections, wanted: Wanted) -> Kept:
 def adapters(
     prefix: str, saved: Kept, to: Projections, stacked_B: Tensor | None = None
 ) -> Adapters:
-    """The Adapters whose tensors `adapter_tensors` named."""
+    """The Adapters of the tensors that `adapter_tensors` named."""
     lora_B = [saved[f"{prefix}B{i}"] for i in range(to.adapters)]
     dtype = saved[f"{prefix}A0"].dtype if lora_B else None
     return Adapters(saved[f"{prefix}s"], dtype, lora_B, stacked_B)

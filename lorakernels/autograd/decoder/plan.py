@@ -37,7 +37,7 @@ _TENSORS = (
 
 
 class _Kind:
-    """What several Projections have in common, compared by identity."""
+    """The forms that several Projections have in common. Kinds are compared by identity."""
 
     def __init__(self, forms: Hashable) -> None:
         self.forms = forms
@@ -46,12 +46,13 @@ class _Kind:
 def planned_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
 ) -> PlannedProjections | None:
-    """What plans take of `to`; None over a plain base, where ranks hold the projections together, or where a tensor is
-    not torch's own.
+    """The tensors and addresses that plans take from `to`.
+
+    None over a plain base, for projections that are split over ranks, and if a tensor's class is not torch's own.
 
     Args:
         drawn: the dropout probability of each mask, 0 where none is drawn.
-        params: what autograd sees of the projections (`fused_node.Trained`).
+        params: the projections' parameters for autograd (`Trained` in node.py).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
     if (None in states and to.blocks is None) or to.over is not None:
@@ -78,8 +79,8 @@ class _Call(NamedTuple):
     Attributes:
         node: the autograd Function.
         tensors: its first arguments.
-        call: the next one, a dataclass.
-        params: the others.
+        call: its next argument, a dataclass.
+        params: its last arguments.
         tos: the Projections in `call`, by the names of their fields.
         tables: the tensors in `call` itself, likewise.
     """
@@ -104,7 +105,7 @@ class _Call(NamedTuple):
         first = [_stand_in(recording, t) for t in self.tensors]
         params = [_stand_in(recording, t) for t in self.params]
         tables = {name: _stand_in(recording, t) for name, t in self.tables.items()}
-        given, states, sites = [*first, *params, *tables.values()], [], 0
+        stand_ins, states, sites = [*first, *params, *tables.values()], [], 0
         tos = {}
         for name, to in self.tos.items():
             tensors = [_stand_in(recording, t) for t in _tensors(to)]
@@ -117,39 +118,39 @@ class _Call(NamedTuple):
                     masks.append(mask._replace(slot=tensors[-1], site=Site(sites)))
                     sites += 1
             both = (to.state_x, to.state_dy)
-            own = [None if t is None else recording.column(t.shape) for t in both]
-            states += own
-            given += tensors
+            columns_of_states = [None if t is None else recording.column(t.shape) for t in both]
+            states += columns_of_states
+            stand_ins += tensors
             n = len(_TENSORS)
             tos[name] = to._replace(
                 **dict(zip(_TENSORS, tensors[:n], strict=True)),
                 weights=tuple(tensors[n : n + len(to.weights)]),
                 masks=tuple(masks),
-                state_x=own[0],
-                state_dy=own[1],
+                state_x=columns_of_states[0],
+                state_dy=columns_of_states[1],
                 spec=to.spec.numbers.spec,
             )
         call = replace(self.call, **tables, **tos)
         places = (*range(len(first)), *range(len(first) + 1, len(first) + 1 + len(params)))
-        present = [t for t in (*given, *states) if t is not None]
+        present = [t for t in (*stand_ins, *states) if t is not None]
         columns = sum(state is not None for state in states)
         return Operands(present, (*first, call, *params), places, columns)
 
     def run(self, plan: NodePlan) -> Any:
         """The node's results, or None where it has to run by the ops."""
         seen = (*self.tensors, *self.params)
-        given = [t for t in (*seen, *self.tables.values()) if t is not None]
+        tensors = [t for t in (*seen, *self.tables.values()) if t is not None]
         columns: tuple[int, ...] = ()
         sites: list[int] = []
         for to in self.tos.values():
             assert to.planned is not None
-            given += to.planned.tensors
+            tensors += to.planned.tensors
             columns += to.planned.addresses
             for mask in to.masks:
                 if mask is not None:
-                    given.append(mask.slot)
+                    tensors.append(mask.slot)
                     sites.append(mask.site)
-        return run_node(plan, given, seen, columns, tuple(sites), {"call": self.call})
+        return run_node(plan, tensors, seen, columns, tuple(sites), {"call": self.call})
 
 
 def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
@@ -183,17 +184,17 @@ def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
 
 
 def ways_of_kinds() -> dict[Hashable, str]:
-    """For the kind of each Projections that ran on a GPU "" if there is a plan, or else why there is none."""
-    found: dict[Hashable, str] = {}
+    """{kind of Projections that ran on a GPU: "" if there is a plan, or else why there is none}."""
+    ways: dict[Hashable, str] = {}
     for key, why_not in PLANS.ways():
         for kind in key:
             if isinstance(kind, _Kind):
-                found[kind] = why_not and found.get(kind, why_not)
-    return found
+                ways[kind] = why_not and ways.get(kind, why_not)
+    return ways
 
 
 def way_of(to: Projections, kinds: Mapping[Hashable, str]) -> str:
-    """How a node ran: "" by plans, or else why by the ops. `kinds`: of `ways_of_kinds`."""
+    """ "" if a node ran by plans, or else why it ran by the ops. `kinds`: `ways_of_kinds()`."""
     if to.over is not None:
         return OVER_RANKS
     return NOT_PLAIN if to.planned is None else kinds.get(to.planned.kind, WATCHED)
@@ -208,15 +209,15 @@ def norm_qkv(
     params: list[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q [B, H, T, D], k and v [B, Hk, T, D] after RoPE, and h [B, T, K] itself. `params`: as `Trained` lists them."""
-    found = None
+    results = None
     if h.is_cuda:
         h = h.contiguous()
         tables = {"cos": call.cos, "sin": call.sin}
         made = _Call(NormQKVNode, (h, norm, q_norm, k_norm), call, params, {"to": call.to}, tables)
-        found = _planned(made, (call.eps, call.heads, call.kv_heads, call.save))
-    if found is None:
-        found = NormQKVNode.apply(h, norm, q_norm, k_norm, call, *params)
-    q, k, v, h = found
+        results = _planned(made, (call.eps, call.heads, call.kv_heads, call.save))
+    if results is None:
+        results = NormQKVNode.apply(h, norm, q_norm, k_norm, call, *params)
+    q, k, v, h = results
     return q, k, v, h
 
 

@@ -36,5 +36,5 @@ class _RMSNorm(torch.autograd.Function):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """weight [K] ⊙ x / √(mean(x²) + ε) for x [..., K], in x's dtype and rounded as in transformers' norms."""
-    found: Tensor = _RMSNorm.apply(x, weight, eps)
-    return found
+    y: Tensor = _RMSNorm.apply(x, weight, eps)
+    return y

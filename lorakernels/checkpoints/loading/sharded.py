@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.parallel import Offload, ShardedBase
-from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.base.offload import as_offload
 from lorakernels.parallel.base.shard import (
     agreed_embeddings,
@@ -110,7 +110,7 @@ def _layout(
 ) -> Layout:
     shapes = partial(_shapes, quantized)
     fraction = check_offload(offload, place)
-    return lay_out_base(decoder_layers(model), shapes, place.ranks, fraction)
+    return lay_out_base(decoder_layers(model, fused=True), shapes, place.ranks, fraction)
 
 
 def _shapes(quantized: set[str], path: str, layer: nn.Module) -> dict[str, Shape]:

@@ -46,7 +46,7 @@ def spec_of(layer: nn.Module) -> LayerSpec:
     Raises:
         TypeError: `fuse` does not know the layer.
     """
-    found = next((spec for kind in type(layer).__mro__ if (spec := family_of(kind))), None)
-    if found is None:
+    family = next((spec for kind in type(layer).__mro__ if (spec := family_of(kind))), None)
+    if family is None:
         raise TypeError(f"layer must be one of {KNOWN}, found {type(layer).__name__}")
-    return found
+    return family

@@ -16,8 +16,8 @@ from lorakernels.fusion.families.llama import LLAMA
 
 def _refuse(layer: Any) -> str | None:
     """Before transformers 5, layers return a tuple, and Gemma 3's get two pairs of angles."""
-    given = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
-    if "output_attentions" not in given and "position_embeddings" in given:
+    parameters = inspect.signature(inspect.unwrap(type(layer).forward)).parameters
+    if "output_attentions" not in parameters and "position_embeddings" in parameters:
         return None
     return "a fused layer takes and returns what it does in transformers 5: found an older one"
 

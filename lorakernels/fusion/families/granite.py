@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Granite: Llama's layer with a factor of what is added to the residual, and a factor of q kᵀ from the config.
+"""Granite: Llama's layer with a factor of attention's and the MLP's results, and a factor of q kᵀ from the config.
 
 The embedding's and the logits' factors are outside of the layer, in the model's own forward.
 """

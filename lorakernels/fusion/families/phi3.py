@@ -17,8 +17,8 @@ from lorakernels.fusion.families.llama import LLAMA
 def _refuse(layer: Any) -> str | None:
     """RoPE turns whole heads. transformers 4 has the factor in the config itself."""
     config = layer.self_attn.config
-    own = getattr(config, "partial_rotary_factor", 1.0)
-    factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", own)
+    default = getattr(config, "partial_rotary_factor", 1.0)
+    factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", default)
     if factor == 1.0:
         return None
     return f"partial_rotary_factor must be 1, found {factor}: a fused layer turns whole heads"

@@ -58,16 +58,16 @@ class LayerSpec:
         gate_up: two projections; or one, whose rows are gate's, then up's.
         down: the projection of the MLP's result.
         activation: the module of the gate's activation.
-        last_norm: the name of the model's last norm, beside the list of layers.
+        last_norm: the name of the model's last norm, in the module that has the list of layers.
         head_norms: the RMSNorms of q and of k, or (). The size of their weights says whether each head is normed by
             itself or all heads of a token together.
         post_norms: the RMSNorms of attention's and of the MLP's result, before it is added, or ().
         norms_add_one: whether norms multiply by 1 + w. If not, they multiply by w.
         norms_in_fp32: whether norms multiply in fp32 and return their input's dtype. If not, they round to it before
             they multiply, and return the wider of both dtypes. A fused layer's kernels always round before.
-        act: "silu" or "gelu_tanh", what `activation` must compute.
+        act: the function that `activation` must compute, "silu" or "gelu_tanh".
         cap: the attribute with C, where scores s become C tanh(s / C); None where the family has no cap.
-        dropouts: nn.Dropouts on the way, whose p must be 0.
+        dropouts: nn.Dropouts of the layer. Their p must be 0.
         window: the attribute with the sliding window's number of tokens, or None where the family has no window.
         rope: the attribute that is false in layers without RoPE, or None where every layer has it.
         residual_factor: the attribute with f, by which attention's and the MLP's results are multiplied before they are
@@ -118,20 +118,20 @@ class LayerSpec:
 
     def children(self) -> dict[str, set[str]]:
         """{owner: the names of its modules}, of the layer itself, "", and of every module that holds a part of it."""
-        found: dict[str, set[str]] = {}
+        names_of: dict[str, set[str]] = {}
         projections = [place for group in self.groups for place in group]
-        own = (self.attention, self.mlp, *self.all_norms, *projections, *self.dropouts)
-        for place in (*own, self.activation):
+        places = (self.attention, self.mlp, *self.all_norms, *projections, *self.dropouts)
+        for place in (*places, self.activation):
             owner, _, name = place.rpartition(".")
-            found.setdefault(owner, set()).add(name)
-        return found
+            names_of.setdefault(owner, set()).add(name)
+        return names_of
 
     def own_class(self, layer: nn.Module, part: str) -> type[nn.Module] | None:
-        """The class `<family><part>` that transformers defines beside the layer's class, or None."""
+        """The class `<family><part>` that transformers defines in the file of the layer's class, or None."""
         file, name = type(layer).__module__, self.family + part
-        found = getattr(sys.modules.get(file), name, None)
-        ours = isinstance(found, type) and (found.__module__, found.__name__) == (file, name)
-        return found if ours else None
+        kind = getattr(sys.modules.get(file), name, None)
+        ours = isinstance(kind, type) and (kind.__module__, kind.__name__) == (file, name)
+        return kind if ours else None
 
     def heads(self, layer: nn.Module) -> Heads:
         """The heads of a layer, fused or not."""
@@ -146,7 +146,7 @@ class LayerSpec:
         return getattr(getattr(layer, self.attention, None), "is_causal", True) is True
 
     def drops(self, layer: nn.Module) -> str | None:
-        """What would draw a dropout mask in the layer's own forward now, as "<its place> = <its p>", or None."""
+        """The dropout that the layer's own forward would draw now, as "<its place> = <its p>", or None."""
         attention: Any = getattr(layer, self.attention)
         if attention.training and (p := getattr(attention, "attention_dropout", 0.0)):
             return f"{self.attention}.attention_dropout = {p}"
@@ -163,8 +163,8 @@ class LayerSpec:
         value: Any = layer
         for name in self.window.split("."):
             value = getattr(value, name, None)
-        found: int | None = value
-        return found
+        window: int | None = value
+        return window
 
     def turns(self, layer: nn.Module) -> bool:
         """Whether RoPE turns the heads of q and k."""
@@ -179,11 +179,11 @@ class LayerSpec:
 
     def cap_of(self, layer: nn.Module) -> float | None:
         """C, by which attention's scores are capped, or None."""
-        found: float | None = None if self.cap is None else attrgetter(self.cap)(layer)
-        return found
+        cap: float | None = None if self.cap is None else attrgetter(self.cap)(layer)
+        return cap
 
     def factor_of(self, layer: nn.Module) -> float:
-        """What attention's and the MLP's results are multiplied by before they are added."""
+        """The factor of attention's and the MLP's results before they are added."""
         return (
             1.0 if self.residual_factor is None else float(attrgetter(self.residual_factor)(layer))
         )
@@ -203,8 +203,8 @@ class LayerSpec:
             yield f"attention_dropout must be 0, found {dropout}"
         if not self.looks_back(layer):
             yield (
-                f"{self.attention}.is_causal must be True, found {attention.is_causal!r}: a fused layer's tokens look "
-                "back only"
+                f"{self.attention}.is_causal must be True, found {attention.is_causal!r}: a fused layer's attention is "
+                "causal"
             )
         kind, (named, classes) = type(attrgetter(self.activation)(layer)), _ACTIVATIONS[self.act]
         if kind.__name__ not in classes or not kind.__module__.startswith(
@@ -218,17 +218,17 @@ class LayerSpec:
             module = layer.get_submodule(place)
             if type(module) is not nn.Dropout or module.p:
                 yield f"{place} must be Dropout(p=0), found {module}"
-        if found := self.refuse(layer):
-            yield found
+        if objection := self.refuse(layer):
+            yield objection
 
 
 def epsilon(norm: Any) -> float:
     """ε of an RMSNorm."""
-    found: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-    return found
+    value: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return value
 
 
 def scale(norm: Any, adds_one: bool) -> Tensor:
-    """What an RMSNorm multiplies by [K]: its weight w, or 1 + w in fp32."""
+    """The factor [K] of an RMSNorm: its weight w, or 1 + w in fp32."""
     weight: Tensor = norm.weight
     return 1.0 + weight.float() if adds_one else weight

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from lorakernels.fusion.families import KNOWN, family_of, spec_of
+from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.dora import DoRALinear
@@ -19,24 +19,6 @@ from lorakernels.parallel.ranks.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]
 GRAPHS = "lorakernels.graphs"
-
-
-def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """{path: layer} of the decoder layers, fused or not, in the order of their paths in the model.
-
-    Raises:
-        ValueError: there is none that `fuse` knows, or two places share one.
-    """
-    places: dict[int, str] = {}
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, FusedDecoderLayer) or family_of(type(module)):
-            if id(module) in places:
-                raise ValueError(f"{path} and {places[id(module)]} are one layer")
-            places[id(module)], found[path] = path, module
-    if not found:
-        raise ValueError(f"{type(model).__name__} has no decoder layer: shard_base knows {KNOWN}")
-    return found
 
 
 def managed_by_graphs(layer: nn.Module) -> bool:

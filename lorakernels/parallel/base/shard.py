@@ -34,12 +34,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lorakernels.device import in_backward
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.holder import hold, is_split
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.base.layers import (
     check_layers,
-    decoder_layers,
     frozen_linears,
     join_groups,
     shapes_of,
@@ -411,7 +411,7 @@ def _layout(
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
     fraction = check_offload(offload, place)
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, fused=True)
     check_layers(layers)
     return lay_out_base(layers, lambda _, layer: shapes_of(layer), place.ranks, fraction)
 

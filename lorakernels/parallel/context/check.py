@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.parallel.base.layers import decoder_layers, managed_by_graphs
+from lorakernels.parallel.base.layers import managed_by_graphs
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
@@ -67,7 +68,7 @@ def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"
             )
-        layers = decoder_layers(model)
+        layers = decoder_layers(model, fused=True)
         for path, layer in layers.items():
             if why := objection(layer):
                 raise ValueError(f"{path} {why}")

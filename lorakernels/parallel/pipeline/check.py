@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.holder import is_held, is_split
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.parallel.base.layers import GRAPHS, decoder_layers, managed_by_graphs
+from lorakernels.parallel.base.layers import GRAPHS, managed_by_graphs
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
 from lorakernels.parallel.ranks import comm
@@ -41,7 +42,7 @@ def places_of(model: Any) -> Places:
             raise ValueError(
                 f"{path or 'the model'} is compiled: stages run eagerly, without torch.compile"
             )
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, fused=True)
     first = next(iter(layers))
     base = first.rpartition(".")[0].rpartition(".")[0]
     if model.get_submodule(base) is not model.base_model or any(

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lorakernels.autograd.attention.choose import FP8
-from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
+from lorakernels.fusion.families import LayerSpec, spec_of
+from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
@@ -28,6 +29,7 @@ from lorakernels.parallel.tensor.split import LoadedParts, Waiting
 from lorakernels.state.philox import PhiloxStates
 
 CUTS = ("column", "row")
+_PASS_A_PLAN = "for other models pass plan={pattern: 'column' or 'row'}"
 _KNOWN_LINEARS = (nn.Linear, FrozenFP8Linear, MergeableLinear, LoRALinear)
 
 
@@ -74,12 +76,15 @@ def found_in(model: nn.Module) -> Found:
         ValueError: there is none, they are of several families, hold projections packed in one, have norms behind them,
             or are fused in a way that cannot be split.
     """
-    layers = dict(_decoder_layers(model))
-    specs = {id(s): s for layer in layers.values() if (s := spec_of(layer))}
-    if len(specs) != 1:
+    layers = decoder_layers(model, fused=True, advice=f"; {_PASS_A_PLAN}")
+    for path, layer in layers.items():
+        if isinstance(layer, FusedDecoderLayer) and (why := _objection_to_fused(parts_of(layer))):
+            raise ValueError(f"{path} is fused {why}, which cannot be split over ranks yet")
+    specs = {id(s): s for s in map(spec_of, layers.values())}
+    if len(specs) > 1:
+        names = ", ".join(s.layer for s in specs.values())
         raise ValueError(
-            f"{type(model).__name__} must have decoder layers of one family: parallelize knows {KNOWN}; "
-            "for other models pass plan={pattern: 'column' or 'row'}"
+            f"{type(model).__name__} must have decoder layers of one family, found {names}; {_PASS_A_PLAN}"
         )
     (spec,) = specs.values()
     if len(spec.qkv) != 3 or len(spec.gate_up) != 2:
@@ -90,18 +95,6 @@ def found_in(model: nn.Module) -> Found:
     how |= {place: "row" for place in (spec.output, spec.down)}
     cuts = {f"{path}.{place}": by for path in layers for place, by in how.items()}
     return Found(layers, spec, cuts)
-
-
-def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if isinstance(module, FusedDecoderLayer):
-            if objection := _objection_to_fused(parts_of(module)):
-                raise ValueError(
-                    f"{path} is fused {objection}, which cannot be split over ranks yet"
-                )
-            yield path, module
-        elif family_of(type(module)):
-            yield path, module
 
 
 def parts_of(layer: FusedDecoderLayer) -> Parts:
