@@ -115,23 +115,23 @@ class CapturedBlocks:
         self.layers = self.layers or layers
         self._pins.append(pins)
         graphs.start()
-        found = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
-        self.captured.append(found)
-        return found
+        captured = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
+        self.captured.append(captured)
+        return captured
 
     @contextmanager
     def _on_all_ranks(self, phase: str) -> Iterator[None]:
         """Inside, what one rank raises is raised on all, as a CaptureError on the others."""
-        own: Exception | None = None
+        raised: Exception | None = None
         try:
             with self._together():
                 try:
                     yield
                 except Exception as error:  # to tell it from another rank's
-                    own = error
+                    raised = error
                     raise
         except Exception as error:
-            if error is own:
+            if error is raised:
                 raise
             raise CaptureError(self.managed.names[0], phase, str(error)) from error
 
@@ -188,10 +188,10 @@ class CapturedBlocks:
 
     def drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, dict[Step, Graph]]:
         """Free everything. With `keep_graphs` the executable graphs stay, and are returned by block and step."""
-        found = {}
+        graphs = {}
         for one in self.captured:
             if keep_graphs:
-                found[one.block] = one.graphs.take_graphs()
+                graphs[one.block] = one.graphs.take_graphs()
             else:
                 one.graphs.destroy()
         for pins in reversed(self._pins):
@@ -200,7 +200,7 @@ class CapturedBlocks:
             self.grad_memory.release()
         self.captured, self.layers, self._pins = [], [], []
         self.grad_memory, self._grads = None, self.managed.grads
-        return found
+        return graphs
 
 
 def _report(capturer: Capturer, shape: int, free: int, seconds: float) -> Report:

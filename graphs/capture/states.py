@@ -73,8 +73,8 @@ class _Pinned:
         self.state, self.by, self.holders = fp8_state, set[str](), 0
 
     def now(self) -> set[str]:
-        found = self.state.pinned_by
-        return set(found.split(", ")) if found else set()
+        holders = self.state.pinned_by
+        return set(holders.split(", ")) if holders else set()
 
 
 _PINNED: WeakValueDictionary[int, _Pinned] = WeakValueDictionary()  # by the state's id

@@ -21,8 +21,8 @@ class CaptureError(GraphError):
     def __init__(self, layer: str, phase: str, reason: str, hint: str = "") -> None:
         super().__init__(layer, phase, reason, hint)
         self.layer, self.phase, self.reason, self.hint = layer, phase, reason, hint
-        found = re.search(r"\bcudaError\w+", reason)
-        self.cuda = found[0] if found else None
+        match = re.search(r"\bcudaError\w+", reason)
+        self.cuda = match[0] if match else None
 
     def __str__(self) -> str:
         reason = self.reason.split("\n", 1)[0]
@@ -35,22 +35,22 @@ class CaptureError(GraphError):
 class ReplayError(GraphError):
     """A replay would compute something else than the eager layer; nothing has been launched.
 
-    Attributes: `layer`, `what` (the thing that differs), `expected`, `found`, and `recapture`: whether
+    Attributes: `layer`, `what` (the thing that differs), `expected`, `actual`, and `recapture`: whether
     `GraphManager.recapture()` makes the present state the expected one.
     """
 
     def __init__(
-        self, layer: str, what: str, expected: object, found: object, recapture: bool = False
+        self, layer: str, what: str, expected: object, actual: object, recapture: bool = False
     ) -> None:
-        super().__init__(layer, what, expected, found, recapture)
-        self.layer, self.what, self.expected, self.found = layer, what, expected, found
+        super().__init__(layer, what, expected, actual, recapture)
+        self.layer, self.what, self.expected, self.actual = layer, what, expected, actual
         self.recapture = recapture
 
     def __str__(self) -> str:
         end = "; manager.recapture() takes the present state" if self.recapture else ""
         return (
             f"replay of layer {self.layer!r}: {self.what}: expected {self.expected}, "
-            f"found {self.found}{end}"
+            f"found {self.actual}{end}"
         )
 
 

@@ -50,11 +50,11 @@ class BlockRunner:
 
     def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> GraphedCall | None:
         """Between blocks: turn to the captured block that begins with this call. Its first call, or None."""
-        found = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
-        if found is None:
+        graphs = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
+        if graphs is None:
             return None
-        self.graphs = found
-        return found.forwards[0]
+        self.graphs = graphs
+        return graphs.forwards[0]
 
     def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
         """Begin a block with this call. It is recorded, unless it is known that it cannot be captured."""

@@ -100,8 +100,8 @@ class GraphManager:
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
         """State of the CPU generator when the capture of the present graphs began."""
-        found = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
-        return next(found, None)
+        states = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
+        return next(states, None)
 
     @property
     def graphs(self) -> Any:

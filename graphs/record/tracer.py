@@ -111,9 +111,9 @@ class Tracer:
         inputs.tensors, outputs.tensors = [], []
 
     def _source(self, x: Tensor) -> tuple[object, int] | int:
-        found = self._now.origins.get(id(x))
-        if found is not None and found[0]() is x and found[1] == x._version:
-            return found[2], found[3]
+        origin = self._now.origins.get(id(x))
+        if origin is not None and origin[0]() is x and origin[1] == x._version:
+            return origin[2], origin[3]
         group = self._now.groups.setdefault((id(x), x._version), (x, len(self._now.groups)))
         return group[1]  # `groups` holds the tensor, so that no other tensor gets its id
 
@@ -147,14 +147,16 @@ class Tracer:
 
     def _check(self, key: Key, recorded: RecordedCall) -> None:
         name = self.names[key[0]]
-        if (found := recorded.inputs.unsupported()) is not None:
-            reason = f"argument {_argument(found)}, whose changes a replay could not see"
+        if (unsupported := recorded.inputs.unsupported()) is not None:
+            reason = f"argument {_argument(unsupported)}, whose changes a replay could not see"
             hint = (
                 "Pass tensors and plain constants; for a KV cache of transformers: use_cache=False"
             )
             raise CaptureError(name, "check", reason, hint)
-        if (found := recorded.outputs.unsupported()) is not None:
-            raise CaptureError(name, "check", f"its output {found}, which a replay cannot renew")
+        if (unsupported := recorded.outputs.unsupported()) is not None:
+            raise CaptureError(
+                name, "check", f"its output {unsupported}, which a replay cannot renew"
+            )
 
 
 def _argument(path: str) -> str:

@@ -55,15 +55,15 @@ class ReplayCursor:
 
     def stream(self) -> int:
         """The current stream, as an integer; ReplayError if it changes within an iteration."""
-        found, progress = self.backend.stream(), self.progress
-        if found != progress.stream:
+        stream, progress = self.backend.stream(), self.progress
+        if stream != progress.stream:
             if progress.stream is not None and (
                 self.position or progress.done % progress.num_microbatches
             ):
                 name = self.order.layers[self.order[self.position].layer]
-                raise ReplayError(name, "stream", hex(progress.stream), hex(found))
-            progress.stream = found
-        return found
+                raise ReplayError(name, "stream", hex(progress.stream), hex(stream))
+            progress.stream = stream
+        return stream
 
     def advance(self, position: int) -> None:
         """The step at `position` was launched."""

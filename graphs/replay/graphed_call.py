@@ -148,8 +148,8 @@ class GraphedCall:
         return self.rebuild(outputs)
 
     def launch_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        cursor, at = self.cursor, self.forward_at
-        if checks := cursor.checks[at]:
+        cursor, position = self.cursor, self.forward_at
+        if checks := cursor.checks[position]:
             cursor.check_released(checks)
         for i, static, repeats, group in self._copies:
             x = tensors[i]
@@ -158,7 +158,7 @@ class GraphedCall:
                 group.ref, group.version = weakref.ref(x), x._version
         self.forward_graph.launch(cursor.stream())
         self.generation += 1
-        cursor.advance(at)
+        cursor.advance(position)
         return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
@@ -166,10 +166,10 @@ class GraphedCall:
     def launch_backward(
         self, generation: int, grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        cursor, at = self.cursor, self.backward_at
-        if cursor.position != at or generation != self.generation:
+        cursor, position = self.cursor, self.backward_at
+        if cursor.position != position or generation != self.generation:
             cursor.refuse_order(self.backward_step, generation != self.generation)
-        if checks := cursor.checks[at]:
+        if checks := cursor.checks[position]:
             cursor.check_released(checks)
         for k, buffer in self.grad_outputs:
             grad = grads[k]
@@ -185,19 +185,19 @@ class GraphedCall:
         self.backward_graph.launch(cursor.stream())
         if self.grads is not None:
             self.grads.after_launch()
-        cursor.advance(at)
-        found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
+        cursor.advance(position)
+        results: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
         for exposed in self.grad_inputs:
             if exposed is None:
-                found.append(None)
+                results.append(None)
                 continue
             grad = exposed.expose()
             if exposed.copy and exposed.chained:
                 exposed.remember(grad)
-            found.append(grad)
+            results.append(grad)
         if self.parameter_grads:
-            found += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
-        return tuple(found)
+            results += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
+        return tuple(results)
 
     def drop(self, graphs: bool) -> None:
         """Free everything, although the caller's autograd graphs may still hold this call."""
@@ -217,11 +217,11 @@ class GraphedCall:
     def _refuse_origin(self, expected: CallInput, x: Tensor) -> NoReturn:
         origin = expected.origin
         assert origin is not None
-        found = f"another tensor, at {x.data_ptr():#x}"
+        actual = f"another tensor, at {x.data_ptr():#x}"
         if origin.ref() is x:
-            found = "that tensor, modified in place since"
+            actual = "that tensor, modified in place since"
         raise ReplayError(
-            self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", found
+            self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", actual
         )
 
     def _refuse_group(self, expected: CallInput, group: SharedInput) -> NoReturn:

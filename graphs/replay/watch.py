@@ -58,7 +58,7 @@ class Watch:
         try:
             self.refuse(index)
         except ReplayError as error:
-            return f"{error.what} of layer {error.layer!r}: expected {error.expected}, found {error.found}"
+            return f"{error.what} of layer {error.layer!r}: expected {error.expected}, found {error.actual}"
         raise AssertionError(f"refuse({index}) did not raise")
 
     def refuse(self, index: int) -> None:
@@ -69,11 +69,11 @@ class Watch:
         index -= len(self._dicts)
         if index < len(self._addresses):
             name, tensor, address = self._addresses[index]
-            found = f"{tensor.data_ptr():#x}"
-            raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", found, True)
+            actual = f"{tensor.data_ptr():#x}"
+            raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", actual, True)
         what, owner, attribute, value = self._attributes[index - len(self._addresses)]
-        found = _short(getattr(owner, attribute))
-        raise ReplayError(self._layer, what, _short(value), found, True)
+        actual = _short(getattr(owner, attribute))
+        raise ReplayError(self._layer, what, _short(value), actual, True)
 
 
 class LayerWatch(Watch):

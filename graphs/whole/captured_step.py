@@ -59,8 +59,8 @@ class CapturedStep:
                     advance_all(states)()
             self.graph, self.made = captured.graph, captured.made
             outputs = Signature(output)
-            if (found := outputs.unsupported()) is not None:
-                raise ValueError(f"the step's output {found}, which a replay cannot renew")
+            if (unsupported := outputs.unsupported()) is not None:
+                raise ValueError(f"the step's output {unsupported}, which a replay cannot renew")
             if any(x.requires_grad for x in outputs.tensors):
                 raise ValueError(
                     "the step returns a tensor with an autograd graph: return it detached"
@@ -122,8 +122,8 @@ class CapturedStep:
 
     def mismatch(self, tensors: Sequence[Tensor], spec: list[Any]) -> ReplayError | None:
         """How a call differs from the captured one; None if it does not."""
-        if found := difference(self._spec, spec):
-            return ReplayError(NAME, "arguments", *found)
+        if differing := difference(self._spec, spec):
+            return ReplayError(NAME, "arguments", *differing)
         for path, x, expected in zip(self._paths, tensors, self._specs, strict=True):
             if (now := TensorSpec.of(x)) != expected:
                 return ReplayError(NAME, f"input {path}", expected, now)
@@ -141,12 +141,12 @@ class CapturedStep:
         """ReplayError unless the gradients are those of this graph."""
         for name, parameter, grad in self.grads:
             if parameter.grad is not grad:
-                expected, found = (
+                expected, actual = (
                     "None" if g is None else f"the tensor at {g.data_ptr():#x}"
                     for g in (grad, parameter.grad)
                 )
                 what = f"gradient of {name} (zero it inside the step)"
-                raise ReplayError(NAME, what, expected, found, True)
+                raise ReplayError(NAME, what, expected, actual, True)
 
     def install_grads(self) -> None:
         """Make the gradients in this graph's memory the parameters' gradients."""

@@ -28,7 +28,7 @@ def follow(follower: Follower) -> bool:
     """Whether a whole step is being captured now; if so, `follower` follows it."""
     if _now is None:
         return False
-    if not any(known is follower for known in _now):
+    if not any(one is follower for one in _now):
         _now.append(follower)
     return True
 
@@ -37,12 +37,12 @@ def follow(follower: Follower) -> bool:
 def following() -> Iterator[list[Follower]]:
     """The list of those that call `follow` inside; they are told when the context ends."""
     global _now
-    found = _now = []
+    followers = _now = []
     failed = True
     try:
-        yield found
+        yield followers
         failed = False
     finally:
         _now = None
-        for follower in found:
+        for follower in followers:
             follower.end_capture(failed)

@@ -199,8 +199,8 @@ class StepGraph:
 
     def _capture(self, signature: Signature, attributes: Sequence[Attributes]) -> None:
         """Capture one more graph. On an error everything is as before."""
-        if (found := signature.unsupported()) is not None:
-            reason = f"argument {found}, a constant that cannot be watched"
+        if (unsupported := signature.unsupported()) is not None:
+            reason = f"argument {unsupported}, a constant that cannot be watched"
             raise CaptureError(NAME, "check", reason)
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)

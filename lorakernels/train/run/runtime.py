@@ -359,8 +359,8 @@ def _refusal(error: ReplayError | OrderError, instead: str) -> str:
 def _refused(error: ReplayError | OrderError) -> str:
     what = str(error)
     if isinstance(error, ReplayError):
-        found = f"expected {error.expected}, found {error.found}"
-        what = f"replay of layer {error.layer!r}: {error.what}: {found}"
+        difference = f"expected {error.expected}, found {error.actual}"
+        what = f"replay of layer {error.layer!r}: {error.what}: {difference}"
     return f"{what}. It was refused before its launch"
 
 
