@@ -82,8 +82,8 @@ def choose(problem: Problem, capability: tuple[int, int], multiprocessors: int) 
 
     Enough: one for each multiprocessor, or for every second one where two programs share one.
     """
-    known = TILES.get(capability, DEFAULT)
-    valid = [c for c in known if is_valid(c, problem, capability)] or [known[-1]]
+    configs = TILES.get(capability, DEFAULT)
+    valid = [c for c in configs if is_valid(c, problem, capability)] or [configs[-1]]
     busy = [c for c in valid if tiles(c, problem) * c.resident >= multiprocessors]
     config = busy[0] if busy else valid[-1]
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":

@@ -122,8 +122,8 @@ def amax_of_blocks(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def for_tile(factor: tl.tensor, x: tl.tensor) -> tl.tensor:
     """`factor` [blocks] for each column of x, a tile of `columns_in_blocks`."""
-    each = tl.broadcast_to(factor[None, :, None], by_block(x).shape)
-    return tl.reshape(each, x.shape)
+    factors = tl.broadcast_to(factor[None, :, None], by_block(x).shape)
+    return tl.reshape(factors, x.shape)
 
 
 @triton.jit
