@@ -114,8 +114,8 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         parameters = adapter_tensors(model)
         base = base or getattr(model, "name_or_path", None)
         parameters |= resized_embeddings(model, base, parameters)
-    at = places(model)
-    tensors = {key: _whole(tensor, at.get(id(tensor))) for key, tensor in parameters.items()}
+    place_of = places(model)
+    tensors = {key: _whole(tensor, place_of.get(id(tensor))) for key, tensor in parameters.items()}
     join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
@@ -174,10 +174,10 @@ def load_adapter(
     _check_alike(model, tensors, str(folder))
     with _together(model):
         tensors, values = _fitting(model, tensors, folder, config)
-    adapted, at = bool(lora_modules(model)), places(model)
+    adapted, place_of = bool(lora_modules(model)), places(model)
 
     def like(value: Tensor, parameter: Tensor) -> Tensor:
-        return _like(value, parameter, at.get(id(parameter)))
+        return _like(value, parameter, place_of.get(id(parameter)))
 
     with all_or_nothing(model), put_embeddings(model, values, like):
         if not adapted:
@@ -222,7 +222,7 @@ def _fitting(
     Raises:
         ValueError: as for `load_adapter`.
     """
-    at = places(model)
+    place_of = places(model)
     adapted = bool(lora_modules(model))
     try:
         _check_not_meta(model)
@@ -230,19 +230,19 @@ def _fitting(
             _check_unmerged(model)
             stages = PipelineParallel.of(model)
             with stages.structure() if stages else nullcontext():
-                own = adapter_tensors(model)
-                expected = slots(own)
-                for key in (key for key, tensor in own.items() if id(tensor) in at):
-                    shape = at[id(own[key])].shape(own[key])
+                current = adapter_tensors(model)
+                expected = slots(current)
+                for key in (key for key, tensor in current.items() if id(tensor) in place_of):
+                    shape = place_of[id(current[key])].shape(current[key])
                     expected[key] = expected[key]._replace(shape=shape)
                 widen(model, expected)
                 promised = keys_of(model, config)
                 values = take_embeddings(model, expected, tensors)
-                check_embeddings(model, values, at)
+                check_embeddings(model, values, place_of)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
-            if at:
+            if place_of:
                 raise ValueError(
                     "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
                 )
@@ -253,7 +253,7 @@ def _fitting(
             expected = expected_slots(model, config)
             promised = []  # `expected` has them
             values = take_embeddings(model, expected, tensors)
-            check_embeddings(model, values, at)
+            check_embeddings(model, values, place_of)
             saved = match_saved(model, config)
             joined = stacks_of(model, config)
     except (ValueError, TypeError) as error:
@@ -283,12 +283,12 @@ def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Te
     for stack in stacks_of(model):
         stack.split(tensors)
     initial = split_initial(model, tensors)
-    found = {
+    adapters = {
         key.removeprefix(PREFIX).removesuffix(".weight"): tensor
         for key, tensor in tensors.items()
         if key.startswith(PREFIX) and key.endswith(ADAPTER_ENDS)
     }
-    return found | initial
+    return adapters | initial
 
 
 def _task_type(model: nn.Module) -> str | None:
@@ -330,18 +330,18 @@ def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: boo
 
     The old values are kept on the host and copied back if an exception occurs.
     """
-    own, at = adapter_tensors(model), places(model)
-    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
+    current, place_of = adapter_tensors(model), places(model)
+    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in current.items()}
     try:
         with _together(model):
-            for key, tensor in own.items():
-                tensor.copy_(_like(tensors[key], tensor, at.get(id(tensor))))
+            for key, tensor in current.items():
+                tensor.copy_(_like(tensors[key], tensor, place_of.get(id(tensor))))
     except BaseException:
-        for key, tensor in own.items():
+        for key, tensor in current.items():
             _local(tensor).copy_(before[key])
         raise
     if not is_trainable:
-        for tensor in own.values():
+        for tensor in current.values():
             tensor.requires_grad_(False)
         model.eval()
 
@@ -360,15 +360,15 @@ def _whole(tensor: Tensor, place: Place | None) -> Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
-def _like(value: Tensor, own: Tensor, place: Place | None) -> Tensor:
+def _like(value: Tensor, parameter: Tensor, place: Place | None) -> Tensor:
     if place is not None:
         return place.own(value)
-    if not is_sharded(own):
+    if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
-    return distribute_tensor(value.to(own.device, own.dtype), mesh, placements)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(parameter.device, parameter.dtype), mesh, placements)
 
 
 def _report_now(model: nn.Module) -> LoRAReport:

@@ -62,17 +62,17 @@ def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
 
     A tensor of another shape stays as it is, for `check_keys` to name.
     """
-    found: dict[str, Tensor] = {}
+    initial: dict[str, Tensor] = {}
     for name, layer in _initials(model).items():
         for part, dim in _DIMS.items():
             key = f"{PREFIX}{name}.{part}.weight"
             both = tensors.get(key)
             if both is None or both.dim() != 2 or both.shape[dim] != 2 * layer.r:
                 continue
-            own, first = both.split(layer.r, dim)
-            tensors[key] = own.contiguous()
-            found[f"{name}.{part}_init"] = first.contiguous() if part == "lora_A" else -first
-    return found
+            factor, first = both.split(layer.r, dim)
+            tensors[key] = factor.contiguous()
+            initial[f"{name}.{part}_init"] = first.contiguous() if part == "lora_A" else -first
+    return initial
 
 
 def differing(model: nn.Module, initial: Mapping[str, Tensor]) -> list[str]:
@@ -98,9 +98,9 @@ def check_initial_values(model: nn.Module, initial: Mapping[str, Tensor], folder
 
 
 def _negated(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    found = {}
+    negated = {}
     for name, layer in _initials(model).items():
         initial = initial_of(layer)
         assert initial is not None
-        found[name] = {"lora_A": initial[0], "lora_B": -initial[1]}
-    return found
+        negated[name] = {"lora_A": initial[0], "lora_B": -initial[1]}
+    return negated

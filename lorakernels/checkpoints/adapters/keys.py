@@ -50,19 +50,19 @@ def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tens
     `bias` says which biases are among them, as in LoRAConfig; None reads it from the layers.
     Each expert's adapter has a key of its own, `….gate_up_proj.3`; `stacks_of` says how a file joins them.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     layers = lora_modules(model)
     bias = bias or bias_mode(layers.values())
     for name, layer in layers.items():
         key = PREFIX + clean_path(name)
-        found[f"{key}.lora_A.weight"] = layer.lora_A
-        found[f"{key}.lora_B.weight"] = layer.lora_B
+        tensors[f"{key}.lora_A.weight"] = layer.lora_A
+        tensors[f"{key}.lora_B.weight"] = layer.lora_B
         if isinstance(layer, DoRALinear):
-            found[f"{key}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+            tensors[f"{key}.lora_magnitude_vector"] = layer.lora_magnitude_vector
         if bias != "none" and layer.bias is not None:
-            found[f"{key}.base_layer.bias"] = layer.bias
+            tensors[f"{key}.base_layer.bias"] = layer.bias
     for name, module in saved_modules(model).items():
-        found.update(
+        tensors.update(
             (PREFIX + clean_path(f"{name}.{key}"), value)
             for key, value in module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
@@ -71,8 +71,8 @@ def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tens
         below = {f"{name}.bias" for name in layers}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                found.setdefault(PREFIX + clean_path(name), parameter)
-    return found
+                tensors.setdefault(PREFIX + clean_path(name), parameter)
+    return tensors
 
 
 def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]:
@@ -87,8 +87,8 @@ def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]
 
 def bias_mode(layers: Iterable[LoRALinear]) -> str:
     """The widest `bias` of the layers' configs. With it a file has room for every bias that any layer trains."""
-    found = {layer.config.bias for layer in layers}
-    return next((bias for bias in _WIDEST_FIRST if bias in found), "none")
+    modes = {layer.config.bias for layer in layers}
+    return next((bias for bias in _WIDEST_FIRST if bias in modes), "none")
 
 
 def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
@@ -97,45 +97,45 @@ def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
 
 def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
     """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
-    found: dict[str, Slot] = {}
+    expected: dict[str, Slot] = {}
     for path, (experts, n, k) in named_parameters(model, config).items():
         r = config.rank_for(f"{path}.0")
         for number in range(experts):
             key = f"{PREFIX}{clean_path(path)}.{number}"
-            found[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-            found[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+            expected[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
+            expected[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
     only_experts = config.target_parameters and not config.target_modules
     paths = [] if only_experts else match_targets(model, config)
     for path in paths:
         module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-        found[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-        found[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+        expected[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
+        expected[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
         if config.use_dora:
-            found[f"{PREFIX}{key}.lora_magnitude_vector"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.lora_magnitude_vector"] = Slot((n,), torch.float32)
         if config.bias != "none" and module.bias is not None:
-            found[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
     for path in match_saved(model, config):
         held = slots(model.get_submodule(path).state_dict())
-        found.update((PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
+        expected.update((PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
     if config.bias == "all":
         below = {f"{path}.bias" for path in paths}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
                 slot = Slot(tuple(parameter.shape), parameter.dtype)
-                found.setdefault(PREFIX + clean_path(name), slot)
-    return found
+                expected.setdefault(PREFIX + clean_path(name), slot)
+    return expected
 
 
 def keys_of(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The keys that a file with `config` has for the adapted layers of `model`, whatever their own config says."""
-    found = list(adapter_tensors(model, config.bias))
+    keys = list(adapter_tensors(model, config.bias))
     if not config.use_dora:
-        return found
+        return keys
     magnitudes = [
         f"{PREFIX}{clean_path(name)}.lora_magnitude_vector" for name in lora_modules(model)
     ]
-    return [*found, *(key for key in magnitudes if key not in found)]
+    return [*keys, *(key for key in magnitudes if key not in keys)]
 
 
 def check_complete(

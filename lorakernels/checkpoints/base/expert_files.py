@@ -83,14 +83,14 @@ class ExpertPart(NamedTuple):
 
 def expert_parts(names: Iterable[str]) -> dict[str, ExpertPart]:
     """{name of a weight in the files: its part}, of those that are of one expert."""
-    found = {}
+    parts = {}
     for name in names:
         match = _PART.fullmatch(name)
         if match and match["end"] == "weight":
             layer, place = _LAYER[match["part"]]
             path = f"{match['owner']}mlp.experts.{layer}.{match['number']}"
-            found[name] = ExpertPart(path, place, _PARTS[layer])
-    return found
+            parts[name] = ExpertPart(path, place, _PARTS[layer])
+    return parts
 
 
 class _Experts:
@@ -104,22 +104,22 @@ class _Experts:
         ] = {}  # of each part of a layer with one scale for each
         self._renamed: dict[str, str] = {}
         self._tensors: dict[str, TensorInfo] = {}
-        found: dict[str, dict[int, str]] = {}
+        joined: dict[str, dict[int, str]] = {}
         for name, info in source.tensors.items():
             if match := _PART.fullmatch(name):
-                layer, at = _LAYER[match["part"]]
+                layer, place = _LAYER[match["part"]]
                 path = f"{match['owner']}mlp.experts.{layer}.{match['number']}.{match['end']}"
-                found.setdefault(path, {})[at] = name
+                joined.setdefault(path, {})[place] = name
             else:
                 router = _ROUTER.fullmatch(name)
                 shown = f"{router[1]}mlp.gate.weight" if router else name
                 self._renamed[shown] = name
                 self._tensors[shown] = info
-        for path, parts in found.items():
+        for path, parts in joined.items():
             self._join(path, parts, block)
 
     def _join(self, path: str, parts: Mapping[int, str], block: tuple[int, ...]) -> None:
-        names = tuple(parts[at] for at in sorted(parts))
+        names = tuple(parts[place] for place in sorted(parts))
         infos = [self.source.tensors[name] for name in names]
         expected = _PARTS[path.split(".")[-3]]
         alike = len({(info.shape, info.dtype) for info in infos}) == 1

@@ -38,8 +38,8 @@ class BaseFiles:
         undeclare(config)
         if self.fp8:
             check_whole_blocks(self._tensors, self._format.block)
-            asked = {"quant_method": "fp8", "weight_block_size": list(self._format.block)}
-            config.quantization_config = self._format.quantization_config or asked
+            declared = {"quant_method": "fp8", "weight_block_size": list(self._format.block)}
+            config.quantization_config = self._format.quantization_config or declared
 
     def left_out(self, model: Any, config: Any, unexpected: Collection[str]) -> list[str]:
         """The tensors that transformers has left out by its own lists.

@@ -93,15 +93,15 @@ def format_of(
         if method != "fp8":
             title = _TITLES.get(method, f"the format {method!r}" if method else "an unnamed format")
             raise ValueError(_refusal(f"{where} says", title))
-    asked = next((quantization for _, quantization in declared), None)
-    block = tuple((asked or {}).get("weight_block_size") or BLOCK)
+    first_declared = next((quantization for _, quantization in declared), None)
+    block = tuple((first_declared or {}).get("weight_block_size") or BLOCK)
     _check_names(tensors)
     for name, info in tensors.items():
         _check_tensor(name, info, tensors)
         if name.endswith(_SCALE):
             _check_scale(name, tensors, block)
     fp8 = any(info.dtype == E4M3 for info in tensors.values())
-    return BaseFormat(block, fp8, asked)
+    return BaseFormat(block, fp8, first_declared)
 
 
 def take_format(files: Source, config: Any) -> BaseFormat:
@@ -196,10 +196,13 @@ def _declared(config: Any, folder: Path | None) -> Iterator[tuple[str, dict[str,
     """(what says so, the quantization) of each that the configs declare."""
     for where, whole in _configs(config, folder).items():
         for part, key in itertools.product(_parts(whole), _KEYS):
-            if asked := part.get(key):
-                if not isinstance(asked, dict) and not hasattr(asked, "to_dict"):
-                    raise ValueError(f"{key} of {where} must be an object, found {asked!r}")
-                yield f"{key} of {where}", asked if isinstance(asked, dict) else asked.to_dict()
+            if quantization := part.get(key):
+                if not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+                    raise ValueError(f"{key} of {where} must be an object, found {quantization!r}")
+                yield (
+                    f"{key} of {where}",
+                    quantization if isinstance(quantization, dict) else quantization.to_dict(),
+                )
     if folder is not None and (path := folder / MODELOPT).is_file():
         content = _json(path)
         quantization = content.get("quantization") or content

@@ -30,12 +30,12 @@ def copy_files(model: Path, adapter: Path, folder: Path) -> None:
 
     If the adapter's directory holds a tokenizer, as trainers write it, its files replace those of the model.
     """
-    own = [path for path in _small(adapter) if path.name.startswith(_TOKENIZER)]
-    has_own = any(path.name.startswith("tokenizer") for path in own)
+    tokenizer = [path for path in _small(adapter) if path.name.startswith(_TOKENIZER)]
+    has_own = any(path.name.startswith("tokenizer") for path in tokenizer)
     for path in _small(model):
         if not (has_own and path.name.startswith(_TOKENIZER)):
             shutil.copyfile(path, folder / path.name)
-    for path in own if has_own else []:
+    for path in tokenizer if has_own else []:
         shutil.copyfile(path, folder / path.name)
     templates = (adapter if has_own else model) / _TEMPLATES
     if templates.is_dir():

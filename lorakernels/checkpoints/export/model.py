@@ -101,16 +101,16 @@ def export_model(
     base, source, target = (Path(p).expanduser().resolve() for p in (model, adapter, output))
     _check_places(target, {"model": base, "adapter": source})
     skeleton, files, block = _opened(base)
-    found = read_adapter(skeleton, source, files)
-    plan = plan_merge(skeleton, files, found, block, format == "fp8")
+    changes = read_adapter(skeleton, source, files)
+    plan = plan_merge(skeleton, files, changes, block, format == "fp8")
     recover(target)
     _check_target(target, overwrite)
     _check_space(target, plan.bytes)
     with new_directory(target) as folder:
-        names = _Merge(files, plan, found, progress).write(folder)
+        names = _Merge(files, plan, changes, progress).write(folder)
         copy_files(base, source, folder)
         write_config(base, folder, plan if format == "fp8" else None, plan.untied)
-    return Exported(target, format, names, plan.bytes, len(found.deltas), tuple(plan.plain))
+    return Exported(target, format, names, plan.bytes, len(changes.deltas), tuple(plan.plain))
 
 
 def check_export(

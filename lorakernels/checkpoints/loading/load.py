@@ -227,9 +227,9 @@ def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:
     """
     if stages is not None and split is not None:
         raise ValueError("tp does not go with stages yet: leave out one of them")
-    found = next((given.mesh for given in (stages, split) if given is not None), mesh)
-    check_mesh(found)
-    return None if found is None else comm.patient(found.get_group())
+    mesh = next((source.mesh for source in (stages, split) if source is not None), mesh)
+    check_mesh(mesh)
+    return None if mesh is None else comm.patient(mesh.get_group())
 
 
 def _check_layout(
@@ -362,61 +362,63 @@ class _Loader:
     def _compare(self, name: str, tensor: Tensor) -> None:
         original = self.plan.copies[name]
         path, _, attribute = original.rpartition(".")
-        own = getattr(self.model.get_submodule(path), attribute)
+        original_tensor = getattr(self.model.get_submodule(path), attribute)
         if self.parts is not None and original in self.parts:
-            own = self.parts.kept(original)
-        if not torch.equal(tensor.to(self.device).to(own.dtype), own):
+            original_tensor = self.parts.kept(original)
+        if not torch.equal(tensor.to(self.device).to(original_tensor.dtype), original_tensor):
             raise ValueError(f"{name} differs from {original}, to which the model's config ties it")
 
     def _put(self, name: str, tensor: Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(path)
-        own = getattr(module, attribute)
+        current = getattr(module, attribute)
         tensor = tensor.to(self.device, copy=True)
         scales = self._scales.pop(name, None)
         fp8 = None if scales is None else FP8Weight(name, tensor, scales, self.plan.block)
         if attribute == "weight" and path in self._quantized:
-            self._put_quantized(path, module, own, tensor, fp8)
+            self._put_quantized(path, module, current, tensor, fp8)
             return
         if fp8 is not None:
             tensor = dequantize(fp8)
-        tensor = tensor.to(own.dtype) if own.is_floating_point() else tensor
+        tensor = tensor.to(current.dtype) if current.is_floating_point() else tensor
         if self.parts is not None and name in self.parts:
             tensor = self.parts.keep_plain(name, tensor)
-        self._put_plain(name, own, tensor)
+        self._put_plain(name, current, tensor)
 
     def _stand_in(self, name: str) -> None:
         """Put what stands for a tensor of another rank."""
         assert self.others is not None
         path, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(path)
-        own = getattr(module, attribute)
+        current = getattr(module, attribute)
         if attribute == "weight" and path in self._quantized:
             spec = FrozenSpec(self.recipe, self.state, path)
-            weight = self.others.stand_ins.weight(own.shape, spec.blocks)
+            weight = self.others.stand_ins.weight(current.shape, spec.blocks)
             self._hold(path, module, weight, spec)
             return
-        self._put_plain(name, own, self.others.stand_ins.tensor(own))
+        self._put_plain(name, current, self.others.stand_ins.tensor(current))
 
-    def _put_plain(self, name: str, own: Tensor, value: Tensor) -> None:
-        if isinstance(own, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=own.requires_grad)
+    def _put_plain(self, name: str, current: Tensor, value: Tensor) -> None:
+        if isinstance(current, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=current.requires_grad)
         for holder in self.plan.holders[name]:
             owner, _, attribute = holder.rpartition(".")
             module = self.model.get_submodule(owner)
-            table: Any = module._parameters if isinstance(own, nn.Parameter) else module._buffers
+            table: Any = (
+                module._parameters if isinstance(current, nn.Parameter) else module._buffers
+            )
             table[attribute] = value
 
     def _put_quantized(
-        self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
+        self, path: str, module: Any, current: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
         """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
         spec = FrozenSpec(self.recipe, self.state, path)
         try:
             if self.parts is not None and f"{path}.weight" in self.parts:
-                weight = self.parts.keep(path, tensor, own.dtype, fp8)
+                weight = self.parts.keep(path, tensor, current.dtype, fp8)
             elif fp8 is None:
-                weight = Weight(*quantize_weight(tensor.to(own.dtype), spec.blocks))
+                weight = Weight(*quantize_weight(tensor.to(current.dtype), spec.blocks))
             else:
                 weight = held_weight(fp8, self.recipe)
         except comm.Told:

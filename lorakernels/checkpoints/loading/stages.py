@@ -25,18 +25,18 @@ class Stages(NamedTuple):
     chunks: int = 1
 
     @classmethod
-    def of(cls, given: Any) -> Stages | None:
-        """`given`: a mesh, (mesh, chunks), or None.
+    def of(cls, stages: Any) -> Stages | None:
+        """`stages`: a mesh, (mesh, chunks), or None.
 
         Raises:
             ValueError: chunks is no positive integer.
         """
-        if given is None:
+        if stages is None:
             return None
-        found = cls(*given) if isinstance(given, tuple) else cls(given)
-        if type(found.chunks) is not int or found.chunks < 1:
-            raise ValueError(f"stages: chunks must be a positive integer, found {found.chunks!r}")
-        return found
+        parsed = cls(*stages) if isinstance(stages, tuple) else cls(stages)
+        if type(parsed.chunks) is not int or parsed.chunks < 1:
+            raise ValueError(f"stages: chunks must be a positive integer, found {parsed.chunks!r}")
+        return parsed
 
 
 class OtherStages:
