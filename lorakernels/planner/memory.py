@@ -177,10 +177,10 @@ def saves_within(
     `fuse` does not count all of them: `in_flight` microbatches, rows that ranks share, and what a backward needs, which
     depends on the last layer's form.
     """
-    split, own, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
+    split, sizes, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
     for saves in mixes(layers, batch.tokens, ELEMENT, forms):
         kept = in_flight * _kept(layers, batch, saves)
-        if kept + _workspace(own, batch, saves, split) <= room:
+        if kept + _workspace(sizes, batch, saves, split) <= room:
             return saves
     return None
 
@@ -198,8 +198,8 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
     hidden, tokens = ELEMENT * batch.rows * model.layers[-1].hidden, min(batch.tokens, CHUNK)
     loss = ELEMENT * tokens * model.vocabulary + sum(split[-1:])
     if batch.tp > 1:
-        each = LOGITS if model.split else ELEMENT
-        loss = each * tokens * model.vocabulary + 2 * batch.tp * hidden
+        element = LOGITS if model.split else ELEMENT
+        loss = element * tokens * model.vocabulary + 2 * batch.tp * hidden
     layer = _layer(model.layers[-1], batch, saves[-1])
     return 3 * hidden + max(loss, layer + 6 * whole_rows(model.layers[-1], batch))
 
@@ -220,10 +220,10 @@ def _layer(size: LayerSize, batch: Batch, form: str) -> int:
     if save == "checkpoint":
         kept = replace(size, hidden=size.hidden // batch.tp)
         again = kept.saved_bytes("recompute", tokens) - kept.saved_bytes("checkpoint", tokens)
-    own = 4 * batch.rows * size.hidden
+    gradient = 4 * batch.rows * size.hidden
     sums = 2 * tokens * size.hidden if batch.tp > 1 else 0
     turned = max(n * k for n, k, _ in projections(size)) if size.blocks else 0
-    return tokens * row + own + sums + again + turned
+    return tokens * row + gradient + sums + again + turned
 
 
 def _exchange(model: ModelSize, batch: Batch) -> int:

@@ -89,15 +89,15 @@ def part_of(model: ModelSize, stages: int) -> list[ModelSize]:
     """The sizes of each stage. The first has the embedding, the last the norm and the head; tied ones are on both."""
     embedding = ELEMENT * model.vocabulary * model.layers[0].hidden
     ranks = sum(sum(layer.ranks) for layer in model.layers)
-    found = []
+    sizes = []
     for i, part in enumerate(cut(len(model.layers), stages)):
         layers = tuple(model.layers[j] for j in part)
         first, last = i == 0, i == stages - 1
         outside = embedding * first + max(model.outside - embedding, embedding) * last
         share = sum(sum(layer.ranks) for layer in layers) / max(ranks, 1)
         trained = round(model.trained * share)
-        found.append(ModelSize(layers, model.vocabulary * last, outside, trained))
-    return found
+        sizes.append(ModelSize(layers, model.vocabulary * last, outside, trained))
+    return sizes
 
 
 def stages_within(
@@ -109,7 +109,7 @@ def stages_within(
         pipeline: p and m.
     """
     ranks, microbatches = pipeline
-    found = []
+    stages = []
     for i, part in enumerate(part_of(model, ranks)):
         least = stage(part, batch, machine, (i, *pipeline), ["checkpoint"] * len(part.layers))
         used = least.bytes
@@ -118,8 +118,8 @@ def stages_within(
         saves = saves_within(part, batch, room, SAVE, in_flight=min(microbatches, ranks - i))
         if saves is None:
             return i
-        found.append(stage(part, batch, machine, (i, *pipeline), saves))
-    return steps(model, batch, machine, pipeline, found)
+        stages.append(stage(part, batch, machine, (i, *pipeline), saves))
+    return steps(model, batch, machine, pipeline, stages)
 
 
 def buffers(batch: Batch, part: ModelSize, place: tuple[int, int, int]) -> int:
@@ -165,17 +165,17 @@ def steps(
 ) -> Steps:
     """A step of 1F1B over `stages`. `pipeline` is p and m."""
     ranks, microbatches = pipeline
-    times = [each.seconds for each in stages]
-    own = microbatches * max(times)
+    times = [stage.seconds for stage in stages]
+    busy = microbatches * max(times)
     hidden = ELEMENT * batch.tokens * model.layers[0].hidden
     sends = 2 * (microbatches + ranks - 2) * hidden / machine.peer
-    through = own + sum(times) - max(times) + sends
-    totals = [each.bytes.total for each in stages]
-    found = Pipeline(
+    through = busy + sum(times) - max(times) + sends
+    totals = [stage.bytes.total for stage in stages]
+    pipelined = Pipeline(
         ranks,
         microbatches,
-        tuple(len(each.saves) for each in stages),
+        tuple(len(stage.saves) for stage in stages),
         totals.index(max(totals)),
-        1 - own / through,
+        1 - busy / through,
     )
-    return Steps(stages, found, through + max(each.update for each in stages))
+    return Steps(stages, pipelined, through + max(stage.update for stage in stages))

@@ -115,9 +115,9 @@ class ShardPlan:
             ValueError: a number is not positive, axes do not fit each other or the model, the machine or the model's
                 family is unknown, nothing fits, or what fits is not hidden.
         """
-        found = _machine(machine)
+        rates = _machine(machine)
         if memory is not None:
-            found = found.with_memory(positive("memory", memory))
+            rates = rates.with_memory(positive("memory", memory))
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)
@@ -129,11 +129,11 @@ class ShardPlan:
             host = 0
         size = ModelSize.of(model, lora, axes.tp)
         if axes.pp > 1:
-            return _staged(size, batch, found, axes)
+            return _staged(size, batch, rates, axes)
         split = axes.gpus if axes.sharded_optimizer else 1
-        plans = candidates(size, batch, found, axes.gpus, host, split)
+        plans = candidates(size, batch, rates, axes.gpus, host, split)
         if not plans:
-            raise ValueError(_nothing_fits(size, batch, found, axes.gpus, host, split))
+            raise ValueError(_nothing_fits(size, batch, rates, axes.gpus, host, split))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(_best(plans)))
@@ -248,15 +248,15 @@ def _averaged(trained: int, gpus: int, machine: Machine) -> float:
 
 def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) -> ShardPlan:
     """The plan over pipeline stages, if it fits."""
-    found = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
-    if not isinstance(found, Steps):
+    staged = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
+    if not isinstance(staged, Steps):
         raise ValueError(
-            f"memory: stage {found} of {axes.pp} does not fit {machine.memory / 1e9:.1f} GB with its layers "
-            f"checkpointed and {min(axes.in_a_step, axes.pp - found)} microbatches of {batch.tokens} tokens in flight: "
-            "take more stages, or fewer tokens"
+            f"memory: stage {staged} of {axes.pp} does not fit {machine.memory / 1e9:.1f} GB with its layers "
+            f"checkpointed and {min(axes.in_a_step, axes.pp - staged)} microbatches of {batch.tokens} tokens in "
+            "flight: take more stages, or fewer tokens"
         )
-    fullest = found.fullest
-    last = model.layers[sum(found.pipeline.layers[: found.pipeline.fullest + 1]) - 1]
+    fullest = staged.fullest
+    last = model.layers[sum(staged.pipeline.layers[: staged.pipeline.fullest + 1]) - 1]
     kind = last, fullest.saves[-1]
     trained = model.trained // axes.pp
     return ShardPlan(
@@ -265,12 +265,12 @@ def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) ->
         machine,
         axes.gpus,
         Placement(),
-        tuple(save for each in found.stages for save in each.saves),
+        tuple(save for stage in staged.stages for save in stage.saves),
         fullest.bytes,
         _layer_time(kind, batch, machine, Placement(), fullest.factor),
-        found.step + _averaged(trained, axes.gpus // axes.pp, machine),
+        staged.step + _averaged(trained, axes.gpus // axes.pp, machine),
         0.0,
-        found.pipeline,
+        staged.pipeline,
     )
 
 
@@ -285,8 +285,8 @@ def candidates(
     can_split = [False, True] if gpus > 1 and batch.tp == 1 else [False]
     for embeddings in can_split:
         end = Placement(gpus // batch.tp, embeddings=embeddings, optimizer=optimizer)
-        if found := _candidates(model, batch, machine, end, host):
-            return found
+        if plans := _candidates(model, batch, machine, end, host):
+            return plans
     return []
 
 
@@ -294,7 +294,7 @@ def _candidates(
     model: ModelSize, batch: Batch, machine: Machine, over: Placement, host: int
 ) -> list[ShardPlan]:
     """Plans over one GPU and over all of `over`, which says what else is split."""
-    found, gpus = list[ShardPlan](), over.ranks * batch.tp
+    plans, gpus = list[ShardPlan](), over.ranks * batch.tp
     all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
     ways = [(ranks, forms) for ranks in {1, over.ranks} for forms in all_forms]
     for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
@@ -305,8 +305,8 @@ def _candidates(
             continue
         plan = predict(model, batch, machine, gpus, placement, saves)
         if plan.bytes.host <= host:
-            found.append(plan)
-    return found
+            plans.append(plan)
+    return plans
 
 
 def _saves(
@@ -326,15 +326,15 @@ def _best(plans: list[ShardPlan]) -> ShardPlan:
     return min(fastest, key=lambda p: (p.bytes.host, p.placement.ranks))
 
 
-def _machine(given: str | Machine) -> Machine:
-    if given == "probe":
+def _machine(machine: str | Machine) -> Machine:
+    if machine == "probe":
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         return probe(device)
-    found = MACHINES.get(given) if isinstance(given, str) else given
-    if found is None:
+    rates = MACHINES.get(machine) if isinstance(machine, str) else machine
+    if rates is None:
         names = ", ".join(MACHINES)
-        raise ValueError(f"machine must be probe or one of {names}, found {given!r}")
-    return found
+        raise ValueError(f"machine must be probe or one of {names}, found {machine!r}")
+    return rates
 
 
 def _nothing_fits(

@@ -60,18 +60,18 @@ class ModelSize:
             return self
         layers = tuple(split_layer(size, tp) for size in self.layers)
         held = sum(size.hidden * sum(size.ranks) for size in self.layers)
-        found = replace(
+        share = replace(
             self,
             layers=layers,
             outside=self.outside - sum(map(scales, self.layers)) + sum(map(scales, layers)),
             trained=held + math.ceil((self.trained - held) / tp),
         )
         if not self.splits_vocabulary(tp):
-            return found
+            return share
         ends = tuple(end // tp for end in self.ends)
-        outside = found.outside - sum(self.ends) + sum(ends)
+        outside = share.outside - sum(self.ends) + sum(ends)
         vocabulary = self.vocabulary // tp
-        return replace(found, ends=ends, outside=outside, vocabulary=vocabulary, split=True)
+        return replace(share, ends=ends, outside=outside, vocabulary=vocabulary, split=True)
 
     @classmethod
     def of(cls, model: Any, lora: LoRAConfig | None, tp: int = 1) -> ModelSize:
@@ -168,8 +168,8 @@ def _check_blocks(layers: Mapping[str, nn.Module]) -> None:
 
 def _check(model: nn.Module) -> None:
     for path, layer in decoder_layers(model).items():
-        if found := next(spec_of(layer).objections(layer), None):
-            raise ValueError(f"a plan is of fused layers, and {path} cannot be fused: {found}")
+        if objection := next(spec_of(layer).objections(layer), None):
+            raise ValueError(f"a plan is of fused layers, and {path} cannot be fused: {objection}")
 
 
 def _on_meta(config: Any) -> Any:

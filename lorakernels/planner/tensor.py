@@ -77,7 +77,7 @@ class Exchange(NamedTuple):
         if self.element > 1:
             return [[rows] * size]
         return [
-            [r for r in (rows, own * rows, (size - 1 - own) * rows) if r] for own in range(size)
+            [r for r in (rows, rank * rows, (size - 1 - rank) * rows) if r] for rank in range(size)
         ]
 
     def is_beside(self, size: LayerSize, batch: Batch, machine: Machine) -> bool:
@@ -90,74 +90,74 @@ class Exchange(NamedTuple):
 
     def taken(self, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
         """What it adds to the layer, whose product is counted at once already."""
-        found = _beside if self.is_beside(size, batch, machine) else _in_turn
+        cost = _beside if self.is_beside(size, batch, machine) else _in_turn
         small = 2 * (batch.tp - 1) * batch.rows * self.rank + (batch.tp - 1) * self.totals
-        more = found(self, size, batch, machine)
+        more = cost(self, size, batch, machine)
         return more._replace(waits=more.waits + small / machine.peer)
 
 
-def _in_turn(each: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
+def _in_turn(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
     """Laid down, waited for, and read: nothing runs beside it."""
-    own = batch.rows * each.width * each.element
-    sent, barriers = each.sent(batch), 2
-    if each.element == 1:  # the own rows are laid down, and copied once more beside the others'
-        local, kernels = 4 * own, 2 + batch.tp
+    local_bytes = batch.rows * exchange.width * exchange.element
+    sent, barriers = exchange.sent(batch), 2
+    if exchange.element == 1:  # the own rows are laid down, and copied once more beside the others'
+        local, kernels = 4 * local_bytes, 2 + batch.tp
     else:  # the others' rows are laid down; the own ones are read, and the sum is written
-        local, kernels = 2 * sent + (2 + each.added) * own, batch.tp
-        barriers += 2 * bool(each.totals)  # gradients are an exchange of their own
-    kernels += 3 * bool(each.rank) + 3 * bool(each.totals)
+        local, kernels = 2 * sent + (2 + exchange.added) * local_bytes, batch.tp
+        barriers += 2 * bool(exchange.totals)  # gradients are an exchange of their own
+    kernels += 3 * bool(exchange.rank) + 3 * bool(exchange.totals)
     return Crossing(moved(machine, local, kernels), sent / machine.peer + barriers * KERNEL)
 
 
-def _beside(each: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
+def _beside(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
     """The product in pieces. Copy engines read and write the GPU's memory meanwhile.
 
     Launches, signals and small copies take START, as in the rule by which rows travel beside products.
     """
-    rate = machine.fp8_backward if each.product.backward else machine.fp8_forward
-    n, k, m = each.product.cols, each.product.depth, batch.tokens
+    rate = machine.fp8_backward if exchange.product.backward else machine.fp8_forward
+    n, k, m = exchange.product.cols, exchange.product.depth, batch.tokens
     whole = gemm_seconds((m, n, k), rate, machine.processors)
 
     def longer(pieces: Sequence[int]) -> float:
         times = (gemm_seconds((rows, n, k), rate, machine.processors) for rows in pieces)
         return sum(times) - whole
 
-    sent, own = each.sent(batch), batch.rows * each.width * each.element
+    sent, local_bytes = exchange.sent(batch), batch.rows * exchange.width * exchange.element
     piece = gemm_seconds((batch.rows, n, k), rate, machine.processors)
-    copy = own / machine.peer + KERNEL
+    copy = local_bytes / machine.peer + KERNEL
     local = 2 * sent
-    if each.element == 1:
+    if exchange.element == 1:
         waits = max(0.0, (batch.tp - 1) * copy - piece)
     else:
         gone = 0.0
         for number in range(1, batch.tp):
             gone = max(gone, number * piece) + copy
         waits = max(0.0, gone - batch.tp * piece)
-        local += (batch.tp + 1 + each.added) * own
-    parts = Parts(max(map(longer, each.pieces(batch)))) + moved(machine, local, 0)
+        local += (batch.tp + 1 + exchange.added) * local_bytes
+    parts = Parts(max(map(longer, exchange.pieces(batch)))) + moved(machine, local, 0)
     return Crossing(parts, waits + START)
 
 
 def _forward(size: LayerSize, batch: Batch) -> list[Exchange]:
-    found = []
+    exchanges = []
     for number, (n, k, rank) in enumerate(projections(size)):
         product = Product(n, k, backward=False, split=False)
         if number % 2:
-            found.append(Exchange(product, n, ELEMENT, rank, added=True))
+            exchanges.append(Exchange(product, n, ELEMENT, rank, added=True))
         else:
-            found.append(Exchange(product, k, 1, rank))
-    return found
+            exchanges.append(Exchange(product, k, 1, rank))
+    return exchanges
 
 
 def _backward(size: LayerSize, batch: Batch) -> list[Exchange]:
-    found = []
+    exchanges = []
     for number, (n, k, rank) in enumerate(projections(size)):
         product = Product(k, n, backward=True, split=True)
         if number % 2:
-            found.append(Exchange(product, n, 1, rank, GRADIENT * n * rank))
+            exchanges.append(Exchange(product, n, 1, rank, GRADIENT * n * rank))
         else:
-            found.append(Exchange(product, k, ELEMENT, rank, GRADIENT * k * rank))
-    return found
+            exchanges.append(Exchange(product, k, ELEMENT, rank, GRADIENT * k * rank))
+    return exchanges
 
 
 @lru_cache(maxsize=1024)
@@ -174,8 +174,8 @@ def crossings(
 
     def of(exchanges: Sequence[Exchange]) -> Crossing:
         total = none
-        for each in exchanges:
-            total = total.plus(each.taken(size, batch, machine))
+        for exchange in exchanges:
+            total = total.plus(exchange.taken(size, batch, machine))
         return total
 
     ahead = _forward(size, batch)
@@ -210,11 +210,15 @@ def rows_exchanged(model: ModelSize, batch: Batch, machine: Machine) -> int:
     """
     held = most = 0
     for size in dict.fromkeys(model.layers if batch.tp > 1 else ()):
-        for each in (*_forward(size, batch), *_backward(size, batch)):
-            beside = each.is_beside(size, batch, machine)
-            gathers = each.element == 1
+        for exchange in (*_forward(size, batch), *_backward(size, batch)):
+            beside = exchange.is_beside(size, batch, machine)
+            gathers = exchange.element == 1
             rows = batch.rows if gathers and not beside else batch.tokens
-            sizes = [rows * each.width * each.element, ELEMENT * rows * each.rank, each.totals]
+            sizes = [
+                rows * exchange.width * exchange.element,
+                ELEMENT * rows * exchange.rank,
+                exchange.totals,
+            ]
             wanted = sum(map(aligned, sizes))
             if wanted > most:
                 most = max(LEAST, 1 << (wanted - 1).bit_length())

@@ -146,7 +146,7 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
     `size` is what a GPU has of the layer. What split layers exchange is apart (tensor.py).
     """
     save = form.removesuffix(AWAY)
-    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
+    m, rows, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     between = 2 * 3 * k  # norms
     row = 4 * (wide + narrow) + 3 * wide + 5 * f  # RoPE, o's input, SwiGLU
@@ -157,8 +157,8 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
     if size.ranks[3]:
         row += 4 * f  # SwiGLU's result in bf16, written and read
     apart = size.blocks and size.ranks[1] > 0  # o's input is read for s, and again for its blocks
-    total = moved(machine, own * between + m * (row + 2 * wide * apart), 6 + apart)
-    inputs = (own, m, own, m)  # rows that q k v, o, gate up and down quantize
+    total = moved(machine, rows * between + m * (row + 2 * wide * apart), 6 + apart)
+    inputs = (rows, m, rows, m)  # rows that q k v, o, gate up and down quantize
     for (n, inner, rank), quantized in zip(projections(size), inputs, strict=True):
         seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
         total += Parts(seconds) + _lora_forward(quantized * inner, rank)
@@ -171,7 +171,7 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
 def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
     """A layer's backward, with the forward that "checkpoint" runs again in it. What comes from the host is written."""
     save = form.removesuffix(AWAY)
-    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
+    m, rows, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv, o, gate_up, down = map(bool, size.ranks)
     between = 2 * 3 * k + 2 * 8 * k
@@ -188,11 +188,11 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
     # dy of an adapted o, or down, is read for ds and dB, and again for its blocks
     apart = o + down if size.blocks else 0
     between += 2 * k * apart
-    moves = own * between + m * row + 2 * weights(size)
+    moves = rows * between + m * row + 2 * weights(size)
     total = moved(machine, moves, 9 + apart + 3 * (save != "full"))
     rate = machine.fp8_backward / (BLOCK_BACKWARD if size.blocks else 1.0)
     # rows of the input, for dA, and of dy
-    sides = ((own, m), (m, own), (own, m), (m, own))
+    sides = ((rows, m), (m, rows), (rows, m), (m, rows))
     for (n, inner, rank), (inputs, outputs) in zip(projections(size), sides, strict=True):
         seconds = gemm_seconds((m, inner, n), rate, machine.processors)
         total += Parts(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
@@ -283,13 +283,13 @@ def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
 
 
 def _lora_forward(inputs: int, rank: int) -> Parts:
-    fixed, each = LORA_DOWN
-    return Parts(memory=inputs * (fixed + each * rank) + 2 * KERNEL if rank else 0.0)
+    fixed, per_rank = LORA_DOWN
+    return Parts(memory=inputs * (fixed + per_rank * rank) + 2 * KERNEL if rank else 0.0)
 
 
 def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
-    fixed, each = LORA_GRAD_A
-    seconds = inputs * (fixed + each * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
+    fixed, per_rank = LORA_GRAD_A
+    seconds = inputs * (fixed + per_rank * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
     return Parts(memory=seconds if rank else 0.0)
 
 
