@@ -96,8 +96,8 @@ class Result:
     fused: bool = False
 
     def last_line(self) -> str:
-        found = self.session.evaluations
-        first, last = found.first_eval, found.last_eval
+        evaluations = self.session.evaluations
+        first, last = evaluations.first_eval, evaluations.last_eval
         if first is None or last is None:
             return f"validation loss not measured, as no document was held out; adapter in {self.adapter}"
         return f"validation loss {first:.4f} → {last:.4f}, adapter in {self.adapter}"
@@ -159,9 +159,9 @@ def adapt(
     adapted = adapted_model(directory, options, dtype, device, reporter, ranks, jobs)
     model, state = adapted.model, adapted.report.fp8_state
     runtime = Runtime(model, options, state, adapted.random, ranks=ranks, say=reporter.say)
-    given = model, options, data.train, state, runtime, ranks
+    arguments = model, options, data.train, state, runtime, ranks
     extra = adapted.adapters
-    trainer = Trainer(*given) if extra is None else JobsTrainer(extra, jobs, *given)
+    trainer = Trainer(*arguments) if extra is None else JobsTrainer(extra, jobs, *arguments)
     session = make_session(trainer, data.held, reporter, output / METRICS, adapted.sizes)
     whole = partial(whole_model, model)
     files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)

@@ -271,11 +271,11 @@ def test_the_held_out_loss_counts_every_row_once(
         for value in adapters.parameters(job.name).values():
             torch.nn.init.normal_(value.data, std=0.2)
     held: Any = load_jobs(jobs, options, load_tokenizer(model_dir), tmp_path, reporter).held
-    long, short = map(len, held.each)
+    long, short = map(len, held.by_job)
     assert long > short > 1
     trainer: Any = SimpleNamespace(jobs=jobs, model=model, options=options)
     each = JobsTrainer.evaluate_each(trainer, held, reporter)
-    tokens = [sum(map(rows.targets_of, range(len(rows)))) for rows in held.each]
+    tokens = [sum(map(rows.targets_of, range(len(rows)))) for rows in held.by_job]
     expected = sum(n * each[job.name] for n, job in zip(tokens, jobs, strict=True)) / sum(tokens)
     assert evaluate(model, held, options) == pytest.approx(expected, rel=1e-6)
     assert held.targets_of_each(range(long)) == tokens

@@ -87,10 +87,10 @@ class Tokens:
         if isinstance(batch[0], Text):
             yield from self._texts([e.text for e in batch if isinstance(e, Text)], read)
             return
-        found = [self._write(example) for example in batch]
-        encoded = self._written([each for each in found if isinstance(each, _Written)])
-        for each in found:
-            yield next(encoded) if isinstance(each, _Written) else each
+        written = [self._write(example) for example in batch]
+        encoded = self._written([one for one in written if isinstance(one, _Written)])
+        for one in written:
+            yield next(encoded) if isinstance(one, _Written) else one
 
     def _texts(
         self, texts: Sequence[str], read: Callable[[float], None] | None
@@ -148,16 +148,16 @@ class Tokens:
                 f"{type(self.tokenizer).__name__} does not tell which characters a token stands for, so the loss "
                 "cannot cover answers only: use a tokenizer with a tokenizer.json, or --train-on-inputs"
             )
-        found = self.tokenizer(
-            [each.text for each in texts],
+        tokenized = self.tokenizer(
+            [text.text for text in texts],
             add_special_tokens=False,
             return_offsets_mapping=masked,
             verbose=False,
         )
-        for number, each in enumerate(texts):
-            ids = list(found["input_ids"][number])
-            trained = _within(found["offset_mapping"][number], each.trained) if masked else None
-            head, tail = self._ends(ids) if each.ends else ([], [])
+        for number, text in enumerate(texts):
+            ids = list(tokenized["input_ids"][number])
+            trained = _within(tokenized["offset_mapping"][number], text.trained) if masked else None
+            head, tail = self._ends(ids) if text.ends else ([], [])
             if trained is not None:
                 trained = np.concatenate(
                     [np.zeros(len(head), bool), trained, np.ones(len(tail), bool)]
@@ -306,9 +306,9 @@ class Renderer:
         messages, fields = self.chat.messages, self.chat.fields
         messages = [*messages[:number], {"role": "user", "content": "?"}, *messages[number:]]
         fields = (*fields[:number], "a question", *fields[number:])
-        asked = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
-        text = asked.text()
-        start, stop = asked._range(text, number + 1)
+        renderer = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
+        text = renderer.text()
+        start, stop = renderer._range(text, number + 1)
         if not full.endswith(text[start:]):
             raise RowError(
                 f'{self.chat.where}: no question precedes "{fields[number + 1]}", and the chat template writes it '
@@ -320,9 +320,9 @@ class Renderer:
 
     def _start(self, full: str, number: int) -> int:
         """Some templates ask with more than they keep of an answer, such as an opened tag for its thoughts."""
-        asked = self.text(number, ask=True)
-        if full.startswith(asked):
-            return len(asked)
+        prompt = self.text(number, ask=True)
+        if full.startswith(prompt):
+            return len(prompt)
         before = self.text(number)
         if not full.startswith(before):
             raise self._changes(number)
@@ -330,7 +330,7 @@ class Renderer:
         messages = list(self.chat.messages)
         messages[number] = {**messages[number], "content": "?"}
         other = Renderer(self.tokenizer, replace(self.chat, messages=messages)).text()
-        return min(_shared(full, asked), _shared(other, asked))
+        return min(_shared(full, prompt), _shared(other, prompt))
 
     def _stop(self, full: str, number: int, start: int) -> int:
         """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
@@ -345,11 +345,11 @@ class Renderer:
     def _kept(self, rest: str, answer: str, number: int) -> int:
         """How much of `answer` is left where `rest` begins, in a template that drops the thoughts of earlier ones."""
         core = _core(self.chat.messages[number])
-        at = answer.find(rest[:4])
-        while at >= 0 and core in answer[at:]:
-            if rest.startswith(answer[at:]):
-                return len(answer) - at
-            at = answer.find(rest[:4], at + 1)
+        start = answer.find(rest[:4])
+        while start >= 0 and core in answer[start:]:
+            if rest.startswith(answer[start:]):
+                return len(answer) - start
+            start = answer.find(rest[:4], start + 1)
         raise self._changes(number)
 
     def _changes(self, number: int) -> RowError:

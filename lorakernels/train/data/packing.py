@@ -58,10 +58,10 @@ class Batch:
             ValueError: a document has more than `longest` tokens.
         """
         if self.starts is not None and self.longest is not None:
-            found = int(self.starts.diff().max())
-            if found > self.longest:
+            most = int(self.starts.diff().max())
+            if most > self.longest:
                 raise ValueError(
-                    f"longest must be at least the tokens of each document, found {self.longest} for one of {found}"
+                    f"longest must be at least the tokens of each document, found {self.longest} for one of {most}"
                 )
         return self
 
@@ -115,15 +115,15 @@ def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
     rooms: list[int] = []  # the keys of with_room, sorted
     for piece in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[piece])
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
+        index = bisect.bisect_left(rooms, length)
+        if index == len(rooms):
             row, room = len(rows), seq_len
             rows.append([])
         else:
-            room = rooms[at]
+            room = rooms[index]
             row = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[at]
+                del with_room[room], rooms[index]
         rows[row].append(piece)
         left = room - length
         if left not in with_room:
@@ -211,19 +211,19 @@ class PackedRows:
         starts = np.full(len(numbers) * self.most + 1, input_ids.size, dtype=np.int32)
         sequences = 0
         for i, number in enumerate(numbers):
-            at = 0
+            filled = 0
             for segment, piece in enumerate(self.rows[number]):
                 start, length = int(self.starts[piece]), int(self.lengths[piece])
                 window = self.tokens[start : start + length + 1]
-                place = slice(at, at + length)
+                place = slice(filled, filled + length)
                 input_ids[i, place], labels[i, place] = window[:-1], window[1:]
                 if self.trained is not None:
                     untrained = self.trained[start + 1 : start + length + 1] == 0
                     labels[i, place][untrained] = IGNORE
                 positions[i, place], segments[i, place] = np.arange(length), segment
-                starts[sequences], sequences = i * self.seq_len + at, sequences + 1
-                at += length
-            for padding in range(at, self.seq_len, self.longest):
+                starts[sequences], sequences = i * self.seq_len + filled, sequences + 1
+                filled += length
+            for padding in range(filled, self.seq_len, self.longest):
                 starts[sequences], sequences = i * self.seq_len + padding, sequences + 1
         targets = int((labels != IGNORE).sum())
         return Batch(
@@ -253,13 +253,13 @@ class RowOrder:
 
     def take_to(self, position: int, count: int) -> tuple[list[int], int]:
         """`count` rows from `position` on, and the position after them."""
-        found: list[int] = []
-        while len(found) < count:
+        rows: list[int] = []
+        while len(rows) < count:
             row = self._at(position)
             position += 1
             if row not in self.left_out:
-                found.append(row)
-        return found, position
+                rows.append(row)
+        return rows, position
 
     def _at(self, place: int) -> int:
         epoch, index = divmod(place, self.rows)

@@ -101,17 +101,17 @@ def check_rows(data: RunData, ranks: Ranks) -> None:
         DataError: the tokens, a number of rows, or what attention is told of the longest document, are not those of
             the first rank.
     """
-    found: dict[str, object] = {**data.identity}
+    facts: dict[str, object] = {**data.identity}
     for kind, rows in (("training", data.train), ("held-out", data.held)):
-        found |= {f"{kind} sequences": len(rows), f"{kind} longest document": rows.longest}
-    first = ranks.from_first(found)
+        facts |= {f"{kind} sequences": len(rows), f"{kind} longest document": rows.longest}
+    first = ranks.from_first(facts)
 
     def check() -> None:
-        for name in {**first, **found}:
-            own, other = found.get(name), first.get(name)
-            if own != other:
+        for name in {**first, **facts}:
+            here, there = facts.get(name), first.get(name)
+            if here != there:
                 raise DataError(
-                    f"data: all ranks must have the same rows, found {name} {own}, on rank 0 {other}"
+                    f"data: all ranks must have the same rows, found {name} {here}, on rank 0 {there}"
                 )
 
     ranks.together(check)

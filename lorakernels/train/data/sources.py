@@ -89,7 +89,7 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
     Raises:
         DataError: a file is missing, empty, or of a kind that cannot be read.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     notes: list[str] = []
     for entry, path in enumerate(paths):
         if path.is_dir() and not (path / ON_DISK).is_file():
@@ -101,8 +101,8 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
                 notes.append(f"{path}: read as plain text, one document, by its name")
         for file in files:
             check_kind(file)
-        found.extend(Source(entry, file) for file in files)
-    return found, notes
+        sources.extend(Source(entry, file) for file in files)
+    return sources, notes
 
 
 def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
@@ -113,13 +113,13 @@ def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     Raises:
         DataError: a folder has several splits of held-out data.
     """
-    found: list[Path] = []
+    entries: list[Path] = []
     notes: list[str] = []
     for path in paths:
         held = _held_in(path)
-        found += held or [path]
+        entries += held or [path]
         notes += [f"{path}: evaluated on {', '.join(p.name for p in held)} alone"] if held else []
-    return found, notes
+    return entries, notes
 
 
 def _held_in(path: Path) -> list[Path]:
@@ -322,8 +322,8 @@ def _elements(file: _Text, start: int) -> Generator[Row | RowError, None, int]:
         if text[start : start + 1] == ",":
             start = _skip(text, start + 1)
         elif text[start : start + 1] != "]":
-            found = repr(text[start]) if start < len(text) else "the end of the file"
-            yield _broken(where, f"expected a comma or ] after this value, found {found}")
+            following = repr(text[start]) if start < len(text) else "the end of the file"
+            yield _broken(where, f"expected a comma or ] after this value, found {following}")
             return len(text)
     return _skip(text, start + 1)
 
@@ -336,10 +336,10 @@ def _broken(where: str, what: str) -> RowError:
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+def _skip(text: str, start: int) -> int:
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()
 
 
 def _table(delimiter: str) -> Callable[[Path], Rows]:

@@ -98,8 +98,8 @@ def _groups(file: TokenFile, spans: Spans, seed: int) -> list[list[int]]:
 
 def repeated(file: TokenFile, spans: Spans, others: TokenFile, held: Spans) -> int:
     """How many of the `held` spans of `others` have the tokens of one of the `spans` of `file`."""
-    known = set(_keys(file, spans))
-    return sum(key in known for key in _keys(others, held))
+    keys = set(_keys(file, spans))
+    return sum(key in keys for key in _keys(others, held))
 
 
 def documents_of(file: TokenFile, spans: Spans) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -103,15 +103,15 @@ class TemplateCheck:
         template = Renderer(self.tokenizer, chat).template()
         if template not in self._variables:
             self._variables[template] = _variables(template)
-        known, skipped = self._variables[template], []
+        variables, skipped = self._variables[template], []
         for name in chat.kwargs:
             field = f"chat_template_kwargs.{name}"
             if name in self._reserved:
                 raise RowError(f'{chat.where}: "{field}" is set by the run itself: take it out')
-            if name not in known and name in CONTENT:
+            if name not in variables and name in CONTENT:
                 raise self._refused(chat, field)
-            if name not in known:
-                if near := did_you_mean(name, known):
+            if name not in variables:
+                if near := did_you_mean(name, variables):
                     raise RowError(f'{chat.where}: the chat template does not read "{field}"{near}')
                 skipped.append(field)
         return skipped

@@ -152,10 +152,10 @@ class TokenFile:
 
     def place_of(self, token: int) -> str:
         """The data file that has `token` first, and which of the documents that it gave. ValueError: none has it."""
-        found = np.flatnonzero(self.tokens == token)
-        if not len(found):
+        positions = np.flatnonzero(self.tokens == token)
+        if not len(positions):
             raise ValueError(f"no document has token {token}")
-        number = int(np.searchsorted(self.docs, found[0], "right")) - 1
+        number = int(np.searchsorted(self.docs, positions[0], "right")) - 1
         ends = np.cumsum([file.documents for file in self.files])
         file = int(np.searchsorted(ends, number, "right"))
         return f"{self.files[file].name}, document {number + 1 - ends[file] + self.files[file].documents}"
@@ -307,21 +307,21 @@ def _nothing(path: Path, counts: FileCounts) -> DataError:
 def _examples(
     rows: Rows, check: TemplateCheck, counts: FileCounts, skip: bool
 ) -> Iterator[Example]:
-    known: Format | None = None
+    form: Format | None = None
     template = has_template(check.tokenizer)
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
-            known = known or find_format(row)
-            example = example_of(row, known, template)
+            form = form or find_format(row)
+            example = example_of(row, form, template)
             check_template(template, example)
             skipped = check.skipped(example) if isinstance(example, Chat) else ()
-            counts.add_left_out(unread(row, known, example), skipped)
+            counts.add_left_out(unread(row, form, example), skipped)
         except RowError as error:
             counts.add_bad(error, skip)
             continue
-        counts.format = known.name
+        counts.format = form.name
         counts.bare += template and isinstance(example, Completion)
         if not isinstance(example, Text) or example.text.strip():
             yield example
@@ -370,11 +370,11 @@ def open_tokens(directory: Path, notes: Sequence[str] = ()) -> TokenFile:
     """Map the files. Raises DataError if one differs from what was written."""
     meta = json.loads((directory / "meta.json").read_text())
     for name, wanted in meta["files"].items():
-        found = entry_of(directory / name)
-        if found != wanted:
+        entry = entry_of(directory / name)
+        if entry != wanted:
             what = "does not match its SHA-256"
-            if found["bytes"] != wanted["bytes"]:
-                what = f"has {found['bytes']} bytes, expected {wanted['bytes']}"
+            if entry["bytes"] != wanted["bytes"]:
+                what = f"has {entry['bytes']} bytes, expected {wanted['bytes']}"
             raise DataError(f"{directory / name} {what}: delete {directory} and run again")
     masked = "trained.bin" in meta["files"]
     return TokenFile(

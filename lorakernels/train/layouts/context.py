@@ -32,10 +32,10 @@ def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
     return replace(ranks, cp=options.cp, pp=options.pp, tp=options.tp)
 
 
-def _check_divides(name: str, found: int, ranks: Ranks) -> None:
-    if ranks.size % found:
+def _check_divides(name: str, degree: int, ranks: Ranks) -> None:
+    if ranks.size % degree:
         raise OptionError(
-            f"{name} must divide the number of ranks, got {found} for {ranks.size}: torchrun --nproc-per-node N -m -- "
+            f"{name} must divide the number of ranks, got {degree} for {ranks.size}: torchrun --nproc-per-node N -m -- "
             "lorakernels.cli finetune ..."
         )
 

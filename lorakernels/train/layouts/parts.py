@@ -39,8 +39,8 @@ class Parts(ABC):
     @classmethod
     def of(cls, model: nn.Module) -> Any:
         """Those of this class that `model` has, or None."""
-        found = vars(model).get(_OF_MODEL)
-        return found if isinstance(found, cls) else None
+        parts = vars(model).get(_OF_MODEL)
+        return parts if isinstance(parts, cls) else None
 
     def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
         """Sum gradients over the ranks with the same part, and `others` over all. Returns this rank's gradients."""

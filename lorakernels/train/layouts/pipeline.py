@@ -106,9 +106,9 @@ class Stages(Parts):
             first = start + ranks.replica * size * at_once
             batches = []
             for i in range(at_once):
-                own = chosen[first + i * size : first + (i + 1) * size]
-                batch = rows.batch(own + [chosen[0]] * (size - len(own)))
-                batch.labels[len(own) :] = IGNORE  # rows that fill the batch do not count
+                row_numbers = chosen[first + i * size : first + (i + 1) * size]
+                batch = rows.batch(row_numbers + [chosen[0]] * (size - len(row_numbers)))
+                batch.labels[len(row_numbers) :] = IGNORE  # rows that fill the batch do not count
                 batches.append(replace(batch, targets=int((batch.labels != IGNORE).sum())))
             loss = self.summed_loss([own_part(b, context, isolate).to(device) for b in batches])
             if ranks.first_of_replica:
@@ -129,17 +129,17 @@ class Stages(Parts):
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.collect()
         state = optimizer.state_dict()
-        own = {
+        states_here = {
             name: state["state"].get(i, {})
             for name, i in numbers(self._own(), self.options).items()
         }
         everywhere: list[Any] = [None] * self.others.size
-        dist.all_gather_object(everywhere, _on_cpu(own), group=self.others.group)
-        states = {name: found for part in everywhere for name, found in part.items()}
+        dist.all_gather_object(everywhere, _on_cpu(states_here), group=self.others.group)
+        states = {name: moments for part in everywhere for name, moments in part.items()}
         places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
         whole: list[dict[str, Any]] = []
         for group, like in zip(made, state["param_groups"], strict=True):
-            before = sum(len(each["params"]) for each in whole)
+            before = sum(len(earlier["params"]) for earlier in whole)
             whole.append({**like, "params": [*range(before, before + len(group["params"]))]})
         kept = {i: states[name] for name, i in places.items() if states[name]}
         return self.values, {"state": kept, "param_groups": whole}
@@ -150,19 +150,21 @@ class Stages(Parts):
         tensors = {
             n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.trained
         }
-        found, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
+        optimizer, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
         places, made = numbers(self.trained, self.options), groups(self._own(), self.options)
-        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.trained)
+        fits = sum(len(group["params"]) for group in optimizer["param_groups"]) == len(self.trained)
         if not fits:  # of another run, as the trainer will say
             return checkpoint
-        own: list[dict[str, Any]] = []
-        for group, like in zip(made, found["param_groups"], strict=True):
-            before = sum(len(each["params"]) for each in own)
-            own.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        param_groups: list[dict[str, Any]] = []
+        for group, like in zip(made, optimizer["param_groups"], strict=True):
+            before = sum(len(earlier["params"]) for earlier in param_groups)
+            param_groups.append({**like, "params": [*range(before, before + len(group["params"]))]})
         kept = {
-            i: found["state"][places[n]] for n, i in here.items() if places[n] in found["state"]
+            i: optimizer["state"][places[n]]
+            for n, i in here.items()
+            if places[n] in optimizer["state"]
         }
-        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": own}}
+        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": param_groups}}
         return replace(checkpoint, tensors=tensors, state=state)
 
     def _own(self) -> dict[str, nn.Parameter]:

@@ -23,14 +23,14 @@ def ranks_per_machine(ranks: Ranks) -> int:
     Raises:
         OptionError: LOCAL_WORLD_SIZE is not a number that divides the number of ranks.
     """
-    found = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size))
+    count = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size))
     if ranks.size == 1:
         return 1
-    if not found.isdecimal() or not int(found) or ranks.size % int(found):
+    if not count.isdecimal() or not int(count) or ranks.size % int(count):
         raise OptionError(
-            f"shard_base needs as many ranks on every machine, found LOCAL_WORLD_SIZE {found} of {ranks.size} ranks"
+            f"shard_base needs as many ranks on every machine, found LOCAL_WORLD_SIZE {count} of {ranks.size} ranks"
         )
-    return int(found)
+    return int(count)
 
 
 def shard_mesh(

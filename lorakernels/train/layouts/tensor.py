@@ -59,17 +59,17 @@ class SplitLayers(Parts):
         return self.values, {**state, "state": states}
 
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        trained, found = self._trained(), checkpoint.state["optimizer"]
-        if sum(len(group["params"]) for group in found["param_groups"]) != len(trained):
+        trained, optimizer = self._trained(), checkpoint.state["optimizer"]
+        if sum(len(group["params"]) for group in optimizer["param_groups"]) != len(trained):
             return checkpoint  # it belongs to another run, as the trainer will say
         values = {n: x for n, x in checkpoint.tensors.items() if n in trained}
         try:
-            own = self.split.own(values)
-            states = self._each_moment(found["state"], self.split.own)
+            local = self.split.own(values)
+            states = self._each_moment(optimizer["state"], self.split.own)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint is of another run: {error}") from error
-        state = {**checkpoint.state, "optimizer": {**found, "state": states}}
-        return replace(checkpoint, tensors=checkpoint.tensors | own, state=state)
+        state = {**checkpoint.state, "optimizer": {**optimizer, "state": states}}
+        return replace(checkpoint, tensors=checkpoint.tensors | local, state=state)
 
     def _each_moment(
         self,
@@ -77,14 +77,14 @@ class SplitLayers(Parts):
         change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ) -> dict[int, dict[str, Any]]:
         """The optimizer's state with `change({name: moment})` of what has a parameter's elements, on the CPU."""
-        found = {}
+        changed = {}
         for name, number in sorted(numbers(self._trained(), self.options).items(), key=_number):
             if number in states:
-                found[number] = {
+                changed[number] = {
                     key: change({name: value})[name].cpu() if _is_moment(value) else value
                     for key, value in states[number].items()
                 }
-        return found
+        return changed
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.split.model.named_parameters() if p.requires_grad}

@@ -78,20 +78,20 @@ def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
         ModelError: a module's class, or a dtype in it, is not that of the first rank that holds it.
     """
     gone = {*PipelineParallel.elsewhere(model)}
-    found = {
+    forms = {
         path: _form(module)
         for path, module in model.named_modules()
         if gone.isdisjoint(_and_above(path))
     }
     first: dict[str, tuple[str, int]] = {}
-    for rank, theirs in enumerate(ranks.from_all(found)):
+    for rank, theirs in enumerate(ranks.from_all(forms)):
         first = {path: (form, rank) for path, form in theirs.items()} | first
 
     def check() -> None:
         for path, (form, rank) in first.items():
-            if found.get(path) != form and gone.isdisjoint(_and_above(path)):
+            if forms.get(path) != form and gone.isdisjoint(_and_above(path)):
                 raise ModelError(
-                    f"all ranks must hold the same layers, found {path} to be {found.get(path)}, on rank {rank} {form}"
+                    f"all ranks must hold the same layers, found {path} to be {forms.get(path)}, on rank {rank} {form}"
                 )
 
     ranks.together(check)
@@ -104,8 +104,8 @@ def _and_above(path: str) -> list[str]:
 
 
 def _form(module: nn.Module) -> str:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    dtypes = [f"{name} {str(tensor.dtype)[6:]}" for name, tensor in own]
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    dtypes = [f"{name} {str(tensor.dtype)[6:]}" for name, tensor in tensors]
     return f"{type(module).__name__}({', '.join(dtypes)})"
 
 
@@ -198,15 +198,15 @@ def _check_logits(model: Any) -> None:
     decoder, head = decoder_and_head(model)
     rows, change = _documents(model)[0].input_ids, change_of_logits(model.config.get_text_config())
     cap = None if change is None else change.cap
-    given: list[Tensor] = []
+    replaced: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: object, output: Any) -> Any:
         hidden = output.last_hidden_state
         largest = head(hidden).float().abs().max()
         wanted = LARGE if change is None or cap is None else 3 * cap / change.scale
         factor = torch.where(largest > 0, wanted / largest, 1.0)
-        given.append((hidden.float() * factor).to(hidden.dtype))
-        output.last_hidden_state = given[-1]
+        replaced.append((hidden.float() * factor).to(hidden.dtype))
+        output.last_hidden_state = replaced[-1]
         return output
 
     # OPT, for example, calls a part of its own decoder. If both modules run, the outer one finishes last.
@@ -217,10 +217,10 @@ def _check_logits(model: Any) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    expected = changed(head(given[-1]).float(), change)
+    expected = changed(head(replaced[-1]).float(), change)
     difference = (logits.float() - expected).abs().max()
     roundings = 1 if cap is None else 3
-    allowed = roundings * torch.finfo(given[-1].dtype).eps * expected.abs().max()
+    allowed = roundings * torch.finfo(replaced[-1].dtype).eps * expected.abs().max()
     if not bool(difference <= allowed):
         raise ModelError(
             f"{type(model).__name__} changes logits after its output head (one of {float(expected.abs().max()):.4g} by "
@@ -239,12 +239,12 @@ def isolation(model: Any) -> Isolation:
     * [B A] [D C], which exchanges the places.
     * [A B] [C D] again, with perturbed embeddings.
     """
-    given, exchanged, turned = _documents(model)
-    base = hidden_states(model, given).float()
+    rows, exchanged, turned = _documents(model)
+    base = hidden_states(model, rows).float()
     neighbours = hidden_states(model, exchanged).float()
     order = hidden_states(model, turned).float()
     with _perturbed(model):
-        moved = hidden_states(model, given).float()
+        moved = hidden_states(model, rows).float()
     back = torch.cat([order[:, SECOND:], order[:, :SECOND]], 1)
     return Isolation(
         _relative(neighbours[:, FIRST:], base[:, FIRST:]),
@@ -275,8 +275,8 @@ def _from_usual_call(model: Any, isolate: bool) -> float:
     """By how much of their size hidden states of rows of one document differ from those of transformers' usual call."""
     rows, (decoder, _) = _documents(model)[0].input_ids, decoder_and_head(model)
     usual = decoder(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
-    own = hidden_states(model, _whole_rows(rows), isolate).float()
-    return _relative(own, usual.last_hidden_state.float())
+    packed = hidden_states(model, _whole_rows(rows), isolate).float()
+    return _relative(packed, usual.last_hidden_state.float())
 
 
 def _whole_rows(rows: Tensor) -> Batch:
@@ -329,5 +329,5 @@ def _perturbed(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())

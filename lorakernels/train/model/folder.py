@@ -40,9 +40,9 @@ def _of_folder(path: Path) -> str:
             "the two"
         )
     if (path / "adapter" / ADAPTER).is_file():
-        own = f": give {path / 'merged'}" if (path / "merged" / "config.json").is_file() else ""
-        base = "" if own else f": its base is {_base_of(path / 'adapter')}"
-        return f"{path} is the output of a run{own or base}"
+        merged = f": give {path / 'merged'}" if (path / "merged" / "config.json").is_file() else ""
+        base = "" if merged else f": its base is {_base_of(path / 'adapter')}"
+        return f"{path} is the output of a run{merged or base}"
     if snapshots := sorted((path / "snapshots").glob("*/config.json")):
         return f"{path} is a folder of the hub's cache: give {snapshots[-1].parent}"
     if files := sorted(path.glob("*.gguf")):

@@ -46,9 +46,9 @@ def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B00
     if device.type not in ("cpu", "cuda"):
         raise OptionError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda":
-        found = torch.cuda.device_count()
-        if (device.index or 0) >= found:
-            raise OptionError(f"device {name} was asked for, this machine has {found} CUDA devices")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise OptionError(f"device {name} was asked for, this machine has {count} CUDA devices")
         return torch.device("cuda", device.index or 0)
     return device
 
@@ -399,8 +399,8 @@ def _dtype(decoder: Any, embedding: Any) -> torch.dtype:
     if weight is None:
         frozen = (p for p in decoder.parameters() if p.is_floating_point() and not p.requires_grad)
         weight = next(p for p in frozen if p.element_size() > 1)
-    found: torch.dtype = weight.dtype
-    return found
+    dtype: torch.dtype = weight.dtype
+    return dtype
 
 
 def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:

@@ -106,28 +106,28 @@ def check_length(config: Any, seq_len: int) -> None:
 def check_vocabulary(config: Any, files: Iterable[TokenFile]) -> None:
     """Raise ModelError for a token that the model of `config` has no embedding for: a GPU would only assert."""
     for file in files:
-        token, known = file.max_token, config.vocab_size
-        if token >= known:
+        token, vocabulary = file.max_token, config.vocab_size
+        if token >= vocabulary:
             raise ModelError(
-                f"{file.place_of(token)}: the tokenizer makes token {token}, the model knows {known}: they do not "
+                f"{file.place_of(token)}: the tokenizer makes token {token}, the model knows {vocabulary}: they do not "
                 "belong together"
             )
 
 
 def _check_layers(config: Any) -> None:
-    if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
+    if recurrent := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         raise ModelError(
-            f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "
-            "row would see each other: finetune cannot train it correctly; --no-isolate-documents takes a row as one "
-            "sequence"
+            f"{config.model_type} has recurrent layers ({', '.join(sorted(recurrent))}), in which documents packed "
+            "into a row would see each other: finetune cannot train it correctly; --no-isolate-documents takes a row "
+            "as one sequence"
         )
 
 
 def _check_divides(config: Any, tp: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        found = getattr(config, name, None)
-        if found and found % tp:
-            raise OptionError(f"tp must divide the model's {name}, {found}, got {tp}")
+        size = getattr(config, name, None)
+        if size and size % tp:
+            raise OptionError(f"tp must divide the model's {name}, {size}, got {tp}")
 
 
 def _check_head(model: Any, options: FinetuneOptions) -> None:

@@ -100,9 +100,9 @@ def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
 def _check_jobs(options: OptionValues) -> None:
     """What several adapters in one batch do not go with."""
     for name, alone in WITH_JOBS.items():
-        found = getattr(options, name)
-        if found not in (alone if isinstance(alone, tuple) else (alone,)):
-            raise OptionError(f"{name} must be {_shown(alone)} with jobs, got {found!r}")
+        setting = getattr(options, name)
+        if setting not in (alone if isinstance(alone, tuple) else (alone,)):
+            raise OptionError(f"{name} must be {_shown(alone)} with jobs, got {setting!r}")
 
 
 def _shown(value: object) -> str:
@@ -135,9 +135,11 @@ def _check_choices(options: OptionValues) -> None:
         )
     for item in fields(options):
         allowed, value = item.metadata["choices"], getattr(options, item.name)
-        for given in value if isinstance(value, list) else [value]:
-            if allowed and given is not None and given not in allowed:
-                raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {given!r}")
+        for choice in value if isinstance(value, list) else [value]:
+            if allowed and choice is not None and choice not in allowed:
+                raise OptionError(
+                    f"{item.name} must be one of {', '.join(allowed)}, got {choice!r}"
+                )
 
 
 def _check_ends(options: OptionValues) -> None:

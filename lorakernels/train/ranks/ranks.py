@@ -104,12 +104,12 @@ class Ranks:
             return None
         if count == self.size:
             return dist.group.WORLD
-        own = None
+        group = None
         for first in (rank for rank in range(self.size) if rank // apart % count == 0):
             members = range(first, first + count * apart, apart)
             made = dist.new_group([*members], timeout=STEP)
-            own = made if self.rank in members else own
-        return own
+            group = made if self.rank in members else group
+        return group
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place.
@@ -141,8 +141,10 @@ class Ranks:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             self.add_up([*gradients, present, *others])
             if any(p.grad is None for p in parameters):
-                for p, gradient, found in zip(parameters, gradients, present.tolist(), strict=True):
-                    p.grad = gradient if found else None
+                for p, gradient, exists in zip(
+                    parameters, gradients, present.tolist(), strict=True
+                ):
+                    p.grad = gradient if exists else None
         return [p.grad for p in parameters if p.grad is not None]
 
     def together(self, work: Callable[[], _T]) -> _T:
@@ -155,12 +157,12 @@ class Ranks:
         error: Exception | None = None
         try:
             result = work()
-        except Exception as found:  # any: the other ranks wait below
-            error = found
+        except Exception as raised:  # any: the other ranks wait below
+            error = raised
         if self.size > 1:
             said: list[str | None] = [None] * self.size
-            own = None if error is None else str(error) or type(error).__name__
-            dist.all_gather_object(said, own, group=self.patient)
+            message = None if error is None else str(error) or type(error).__name__
+            dist.all_gather_object(said, message, group=self.patient)
             stopped = [rank for rank, text in enumerate(said) if text is not None]
             if stopped and error is None:
                 error = FinetuneError(f"rank {stopped[0]} stopped: {said[stopped[0]]}")
@@ -176,17 +178,17 @@ class Ranks:
         """The value of each rank, which pickle takes, on all ranks."""
         if self.size == 1:
             return [value]
-        found: list[_T] = [value] * self.size
-        dist.all_gather_object(found, value, group=self.patient)
-        return found
+        gathered: list[_T] = [value] * self.size
+        dist.all_gather_object(gathered, value, group=self.patient)
+        return gathered
 
     def from_first(self, value: _T) -> _T:
         """Rank 0's value, which pickle takes, on all ranks."""
         if self.size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=0, group=self.patient)
-        return found[0]
+        broadcast = [value]
+        dist.broadcast_object_list(broadcast, src=0, group=self.patient)
+        return broadcast[0]
 
 
 @contextlib.contextmanager
@@ -271,11 +273,11 @@ def ranks_of_environment() -> Ranks:
     Raises:
         OptionError: only some of the variables are set, or one is not a number.
     """
-    found = {name: os.environ.get(name) for name in VARIABLES}
-    if found["WORLD_SIZE"] == "1" or not any(found.values()):
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    if variables["WORLD_SIZE"] == "1" or not any(variables.values()):
         return Ranks()
     try:
-        rank, size, local = (int(str(found[name])) for name in VARIABLES)
+        rank, size, local = (int(str(variables[name])) for name in VARIABLES)
     except ValueError as error:
-        raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {found}") from error
+        raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {variables}") from error
     return Ranks(rank, size, local)

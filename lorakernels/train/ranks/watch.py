@@ -53,10 +53,10 @@ class Watch:
             self._thread.join()
 
     def _wait(self) -> None:
-        told = torch.tensor([LOST])
+        message = torch.tensor([LOST])
         with contextlib.suppress(RuntimeError):  # of gloo: the connection broke
-            dist.recv(told, self._before, group=self._group)
-        if float(told) == ENDED:
+            dist.recv(message, self._before, group=self._group)
+        if float(message) == ENDED:
             return
         # The one after may have ended. The group is no longer torch's, if this rank is about to end by itself.
         with contextlib.suppress(RuntimeError):

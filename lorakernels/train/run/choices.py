@@ -117,16 +117,16 @@ def attention_backend(
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
     if fused.report is not None:
-        asked: str | torch.Tensor = "causal" if mask is None else mask
+        pattern: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None and window is None:
-            asked = "packed"
-        chosen = fused.report.backend_for(q, k, v, asked, longest)
+            pattern = "packed"
+        chosen = fused.report.backend_for(q, k, v, pattern, longest)
         if chosen[0] != "torch":  # torch chooses among its kernels below
             return chosen
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q
-    found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
-    return SDPBackend(found).name.lower().removesuffix("_attention"), ""
+    backend = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
+    return SDPBackend(backend).name.lower().removesuffix("_attention"), ""
 
 
 def _window(model: Any, options: FinetuneOptions, longest: int) -> int | None:

@@ -156,14 +156,14 @@ class Trainer:
         lr = self.schedule(self.counters.step)
         self.updater.set_rate(lr)
         self._set_items(rows)
-        asked = torch.full((), float(stop), device=self.device)
-        loss, norm = self._run(rows.batches, asked)
+        stopping = torch.full((), float(stop), device=self.device)
+        loss, norm = self._run(rows.batches, stopping)
         replayed = self.runtime is not None and self.runtime.replayed
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
         self._fetch(rows.stop)
         # This is the only wait of a step. By now everything is launched and the next rows are on their way.
-        value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
+        value, norm_value, stops = torch.stack([loss, norm, stopping]).tolist()
         skipped = not (math.isfinite(value) and math.isfinite(norm_value))
         self._count(rows, skipped)
         seconds = self._seconds = time.perf_counter() - began
@@ -180,15 +180,15 @@ class Trainer:
     def _set_items(self, rows: StepRows) -> None:
         self.items.fill_(rows.targets)
 
-    def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, batches: list[Batch], stopping: Tensor) -> tuple[Tensor, Tensor]:
         """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
         tensors = [batch.tensors() for batch in batches]
         if self.runtime is None:
-            return self._compute(tensors, asked)
-        return self.runtime.run(self._compute, self.optimizer, tensors, asked)
+            return self._compute(tensors, stopping)
+        return self.runtime.run(self._compute, self.optimizer, tensors, stopping)
 
     def _compute(
-        self, batches: list[tuple[Tensor | None, ...]], asked: Tensor
+        self, batches: list[tuple[Tensor | None, ...]], stopping: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -197,7 +197,7 @@ class Trainer:
         )
         adder = self.ranks if self.parts is None else self.parts
         self._keep_near()
-        gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
+        gradients = adder.add_up_gradients([*self.trainable.values()], loss, stopping)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
         if self.fp8_state is not None:
@@ -356,8 +356,8 @@ class Trainer:
             raise CheckpointError("the checkpoint and this run differ in fp8")
         check_rng_state(state["rng"], self.device)
         groups = [
-            [len(group["params"]) for group in found]
-            for found in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+            [len(group["params"]) for group in param_groups]
+            for param_groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
         ]
         if groups[0] != groups[1]:
             raise CheckpointError(
@@ -397,8 +397,8 @@ def rounds(batches: Iterator[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool
     another's, which does not count here.
     """
     for whole in iter(lambda: list(itertools.islice(batches, ranks.replicas)), []):
-        own = ranks.replica < len(whole)
-        yield whole[ranks.replica if own else 0], own
+        counts = ranks.replica < len(whole)
+        yield whole[ranks.replica if counts else 0], counts
 
 
 @torch.no_grad()
