@@ -32,25 +32,25 @@ def capability(index: int) -> tuple[int, int]:
     Raises:
         ValueError: the variable is not a number like 8.9, or names what this GPU cannot run.
     """
-    own, wanted = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
-    if not wanted:
-        return own
-    found = re.fullmatch(r"(\d+)\.(\d)", wanted)
-    asked = (int(found[1]), int(found[2])) if found else None
-    if asked is None or not _can_run(own, asked):
-        has = f"{own[0]}.{own[1]}"
-        expected = "like 8.0 or 12.0" if own >= NEEDED else f"up to this GPU's {has}, like 8.0"
-        if own[0] > NEEDED[0]:
+    actual, text = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
+    if not text:
+        return actual
+    match = re.fullmatch(r"(\d+)\.(\d)", text)
+    wanted = (int(match[1]), int(match[2])) if match else None
+    if wanted is None or not _can_run(actual, wanted):
+        has = f"{actual[0]}.{actual[1]}"
+        expected = "like 8.0 or 12.0" if actual >= NEEDED else f"up to this GPU's {has}, like 8.0"
+        if actual[0] > NEEDED[0]:
             expected += f", but not Hopper's own 9.0, which {has} cannot run"
-        raise ValueError(f"{AS_ON} must be a compute capability {expected}, found {wanted!r}")
-    return asked
+        raise ValueError(f"{AS_ON} must be a compute capability {expected}, found {text!r}")
+    return wanted
 
 
-def _can_run(own: tuple[int, int], asked: tuple[int, int]) -> bool:
-    """Whether a GPU of `own` has what implementations for `asked` need."""
-    if asked[0] == NEEDED[0]:
-        return own[0] == asked[0] and asked <= own
-    return asked <= own or own >= NEEDED
+def _can_run(actual: tuple[int, int], wanted: tuple[int, int]) -> bool:
+    """Whether a GPU of capability `actual` can run implementations for `wanted`."""
+    if wanted[0] == NEEDED[0]:
+        return actual[0] == wanted[0] and wanted <= actual
+    return wanted <= actual or actual >= NEEDED
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:

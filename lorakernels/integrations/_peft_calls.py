@@ -43,8 +43,8 @@ def _leaving_none(model: nn.Module, hooks: AbstractContextManager[None]) -> Iter
         with hooks:
             yield
     except BaseException:
-        for module, known in before.items():
-            for key in module._forward_pre_hooks.keys() - known:
+        for module, keys in before.items():
+            for key in module._forward_pre_hooks.keys() - keys:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         raise

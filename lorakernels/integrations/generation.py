@@ -63,8 +63,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("model must be in evaluation, found training mode: call model.eval()")
     check_device(next(model.parameters()).device)
     for name, module in model.named_modules():
-        found = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
-        if any(getattr(hook, "__module__", None) not in _IDLE for hook in found):
+        installed = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+        if any(getattr(hook, "__module__", None) not in _IDLE for hook in installed):
             raise ValueError(f"{name or 'model'} has a forward hook, which a replay would not run")
 
 
@@ -92,10 +92,10 @@ class _TokenGraph:
 
     # `generate` compiles a forward over a static cache, unless it is told not to
     @torch.compiler.disable
-    def __call__(self, *given: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
-        if given or cache is None or torch.is_grad_enabled():
-            return self.forward(*given, **options)
+        if args or cache is None or torch.is_grad_enabled():
+            return self.forward(*args, **options)
         is_token = ids is not None and ids.shape[1] == 1
         if cache is not self.cache or not is_token:
             # a prompt: adapters may be others since the last one
@@ -168,7 +168,7 @@ def _check_cache(cache: Any) -> None:
 
 
 def _addresses(cache: Any) -> list[int]:
-    found = []
+    addresses = []
     for layer in cache.layers:
         for name in ("keys", "values", "cumulative_length"):
             tensor = getattr(layer, name, None)
@@ -177,5 +177,5 @@ def _addresses(cache: Any) -> list[int]:
                     f"the cache must have its {name} in a tensor, found {tensor!r}: of this transformers' static cache "
                     "no token can be captured"
                 )
-            found.append(tensor.data_ptr())
-    return found
+            addresses.append(tensor.data_ptr())
+    return addresses

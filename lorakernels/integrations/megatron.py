@@ -48,8 +48,8 @@ class _Constructed:
     ) -> None:
         options.pop(_UNUSED, None)
         for name, value in _FIXED.items():
-            if (found := options.pop(name, value)) != value:
-                raise ValueError(f"{name} must be {value}, found {found!r}: it is not there yet")
+            if (passed := options.pop(name, value)) != value:
+                raise ValueError(f"{name} must be {value}, found {passed!r}: it is not there yet")
         if unknown := options.keys() - set(_TAKEN):
             raise TypeError(f"{type(self).__name__} takes no {sorted(unknown)}")
         if config.params_dtype == torch.float16:
@@ -73,8 +73,8 @@ class _Constructed:
             **options,
         )
         del self.__dict__["drawn"]
-        own: Any = self
-        for name, dim in own.dimensions.items():
+        shard: Any = self
+        for name, dim in shard.dimensions.items():
             if (part := getattr(self, name, None)) is not None and name != "weight":
                 part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dim, 1
 
@@ -133,8 +133,8 @@ class ColumnParallelLinear(_Constructed, ColumnParallelLoRALinear):
             raise ValueError("weight must be None: the layer has a frozen weight of its own")
         if runtime_gather_output:
             raise ValueError("runtime_gather_output must be None or False: it is not there yet")
-        found: tuple[Tensor, Tensor | None] = super().forward(x)
-        return found
+        output: tuple[Tensor, Tensor | None] = super().forward(x)
+        return output
 
 
 class RowParallelLinear(_Constructed, RowParallelLoRALinear):  # type: ignore[misc]

@@ -186,8 +186,8 @@ class LoRAKernelsCallback(TrainerCallback):
             )
         self.model, self.attached = model, None
         self.why_not: str | None = None
-        given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
-        self._options: dict[str, Any] = given | {"rng_state": rng_state} | options
+        named = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
+        self._options: dict[str, Any] = named | {"rng_state": rng_state} | options
         inspect.signature(attach).bind_partial(model, **self._options)
 
     attached: Attached | None

@@ -76,8 +76,8 @@ def _check(states: list[FP8State], optimizer: torch.optim.Optimizer | None) -> N
 
 
 def _tensors_of(state: PhiloxState | PhiloxStates) -> list[Tensor]:
-    found = state.get_states().values() if isinstance(state, PhiloxStates) else (state,)
-    return [one.tensor for one in found]
+    states = state.get_states().values() if isinstance(state, PhiloxStates) else (state,)
+    return [one.tensor for one in states]
 
 
 def _value(x: Tensor) -> Callable[[], Any]:

@@ -87,17 +87,17 @@ def numbers_of(handle: Tensor) -> Numbers:
     Raises:
         RuntimeError: no living layer has this handle, or it is a copy and cannot be read under stream capture.
     """
-    found = _by_address.get(handle.data_ptr())
-    if found is None:
+    numbers = _by_address.get(handle.data_ptr())
+    if numbers is None:
         if handle.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a compiled layer's handle is a copy, which cannot be read under stream capture: compile the layer "
                 "as an nn.Module, whose tensors keep their addresses"
             )
-        found = _by_serial.get(int(handle))
-    if found is None:
+        numbers = _by_serial.get(int(handle))
+    if numbers is None:
         raise RuntimeError(
             f"a compiled layer's handle holds {int(handle)}, which no living layer has: its layer was changed or "
             "deleted between this call's forward and backward, or the handle was written to"
         )
-    return found
+    return numbers
