@@ -14,7 +14,7 @@ from lorakernels.parallel.ranks.exchange import LEAST
 from lorakernels.planner.machine import Machine
 from lorakernels.planner.size import ELEMENT, ModelSize, projections, weights
 from lorakernels.planner.tensor import rows_exchanged
-from lorakernels.planner.time import Batch, whole_rows
+from lorakernels.planner.time import BatchSize, whole_rows
 
 SLOTS = 2  # whole layers of a sharded base
 STAGES = 3  # of what is on the host: one in use, two on their way
@@ -85,7 +85,7 @@ def fractions(size: LayerSize) -> list[float]:
 
 def bytes_of(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     gpus: int,
     placement: Placement,
@@ -129,7 +129,7 @@ def _optimizer(trained: int, ranks: int) -> int:
     return math.ceil(trained * TRAINED / ranks) + min(trained * TRAINED // 4, BUCKET_BYTES)
 
 
-def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
+def kept_of(model: ModelSize, batch: BatchSize, saves: Sequence[str]) -> int:
     """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
 
     That is keys and values of all ranks: this rank's own lie with q in one block, and stay beside them. An adapted o
@@ -141,7 +141,7 @@ def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
     return _kept(own_layers(model, batch), batch, saves)
 
 
-def _kept(layers: Sequence[LayerSize], batch: Batch, saves: Sequence[str]) -> int:
+def _kept(layers: Sequence[LayerSize], batch: BatchSize, saves: Sequence[str]) -> int:
     more = 0
     for size, save in zip(layers, saves, strict=True):
         if batch.ranks == 1 or save.startswith("checkpoint"):
@@ -152,7 +152,7 @@ def _kept(layers: Sequence[LayerSize], batch: Batch, saves: Sequence[str]) -> in
     return kept_bytes(layers, saves, batch.tokens, ELEMENT) + more
 
 
-def own_layers(model: ModelSize, batch: Batch) -> tuple[LayerSize, ...]:
+def own_layers(model: ModelSize, batch: BatchSize) -> tuple[LayerSize, ...]:
     """Layers whose bytes, by `fuse`'s count of `batch.tokens`, are those that a GPU keeps.
 
     Of split layers it has its heads and columns, for all tokens. What has the width of hidden states it has for its own
@@ -166,7 +166,7 @@ def own_layers(model: ModelSize, batch: Batch) -> tuple[LayerSize, ...]:
 
 def saves_within(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     room: int,
     forms: Sequence[str],
     placement: Placement = Placement(),
@@ -185,7 +185,9 @@ def saves_within(
     return None
 
 
-def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequence[int]) -> int:
+def _workspace(
+    model: ModelSize, batch: BatchSize, saves: Sequence[str], split: Sequence[int]
+) -> int:
     """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
 
     A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
@@ -204,7 +206,7 @@ def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequ
     return 3 * hidden + max(loss, layer + 6 * whole_rows(model.layers[-1], batch))
 
 
-def _layer(size: LayerSize, batch: Batch, form: str) -> int:
+def _layer(size: LayerSize, batch: BatchSize, form: str) -> int:
     """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps.
 
     A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two. A gradient in
@@ -226,7 +228,7 @@ def _layer(size: LayerSize, batch: Batch, form: str) -> int:
     return tokens * row + gradient + sums + again + turned
 
 
-def _exchange(model: ModelSize, batch: Batch) -> int:
+def _exchange(model: ModelSize, batch: BatchSize) -> int:
     """Bytes that ranks which share rows keep for their exchange (ranks/exchange.py), in memory that only grows.
 
     A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.

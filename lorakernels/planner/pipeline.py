@@ -27,8 +27,8 @@ from lorakernels.planner.machine import Machine
 from lorakernels.planner.memory import Bytes, Placement, bytes_of, saves_within
 from lorakernels.planner.size import ELEMENT, ModelSize
 from lorakernels.planner.time import (
-    Batch,
-    Parts,
+    BatchSize,
+    KernelSeconds,
     adamw,
     backward,
     exchanged,
@@ -56,7 +56,7 @@ class Pipeline:
     bubble: float
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """One stage of a plan.
 
     Attributes:
@@ -76,12 +76,12 @@ class Stage(NamedTuple):
 class Steps(NamedTuple):
     """All stages, and the seconds of a step with its bubble."""
 
-    stages: list[Stage]
+    stages: list[PlannedStage]
     pipeline: Pipeline
     step: float
 
     @property
-    def fullest(self) -> Stage:
+    def fullest(self) -> PlannedStage:
         return self.stages[self.pipeline.fullest]
 
 
@@ -101,7 +101,7 @@ def part_of(model: ModelSize, stages: int) -> list[ModelSize]:
 
 
 def stages_within(
-    model: ModelSize, batch: Batch, machine: Machine, pipeline: tuple[int, int]
+    model: ModelSize, batch: BatchSize, machine: Machine, pipeline: tuple[int, int]
 ) -> Steps | int:
     """The fastest form of each stage's layers that fits. If one does not fit, its number.
 
@@ -122,7 +122,7 @@ def stages_within(
     return steps(model, batch, machine, pipeline, stages)
 
 
-def buffers(batch: Batch, part: ModelSize, place: tuple[int, int, int]) -> int:
+def buffers(batch: BatchSize, part: ModelSize, place: tuple[int, int, int]) -> int:
     """Bytes in which a stage receives. `place` is the stage's number, p and m."""
     index, ranks, microbatches = place
     ways = (index > 0) + (index < ranks - 1)
@@ -131,23 +131,23 @@ def buffers(batch: Batch, part: ModelSize, place: tuple[int, int, int]) -> int:
 
 def stage(
     part: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     place: tuple[int, int, int],
     saves: Sequence[str],
-) -> Stage:
+) -> PlannedStage:
     """What a stage takes, whether it fits or not. `place` is the stage's number, p and m."""
     index, ranks, microbatches = place
     used = bytes_of(part, batch, machine, 1, Placement(), saves)
     received = buffers(batch, part, place)
     kept = used.kept * min(microbatches, ranks - index)
-    parts = head(part, batch, machine) if part.vocabulary else Parts()
+    parts = head(part, batch, machine) if part.vocabulary else KernelSeconds()
     for size, save in zip(part.layers, saves, strict=True):
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
     factor = stretched(parts, machine)
     pairs = zip(part.layers, saves, strict=True)
     rows = sum(exchanged(size, batch, machine, save) for size, save in pairs)
-    return Stage(
+    return PlannedStage(
         tuple(saves),
         replace(used, kept=kept, workspace=used.workspace + received),
         parts.seconds * factor + rows,
@@ -158,10 +158,10 @@ def stage(
 
 def steps(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     pipeline: tuple[int, int],
-    stages: list[Stage],
+    stages: list[PlannedStage],
 ) -> Steps:
     """A step of 1F1B over `stages`. `pipeline` is p and m."""
     ranks, microbatches = pipeline

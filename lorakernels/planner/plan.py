@@ -39,9 +39,9 @@ from lorakernels.planner.size import ELEMENT, ModelSize, weights
 from lorakernels.planner.tensor import crossings, ends
 from lorakernels.planner.time import (
     REPLAY,
-    Batch,
+    BatchSize,
+    KernelSeconds,
     LayerTime,
-    Parts,
     around,
     backward,
     exchanged,
@@ -72,7 +72,7 @@ class ShardPlan:
     """
 
     model: ModelSize
-    batch: Batch
+    batch: BatchSize
     machine: Machine
     gpus: int
     placement: Placement
@@ -121,7 +121,7 @@ class ShardPlan:
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)
-        batch = Batch(positive("tokens", many), positive("tokens", length), axes.cp, axes.tp)
+        batch = BatchSize(positive("tokens", many), positive("tokens", length), axes.cp, axes.tp)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
         host = (host_memory_limit() or 0) if host_memory is None else host_memory
@@ -166,7 +166,7 @@ class ShardPlan:
 
 def predict(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     gpus: int,
     placement: Placement,
@@ -191,7 +191,7 @@ def predict(
     arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
     traffic = 2.0 if placement.ranks > 1 else placement.offload
-    parts += Parts(
+    parts += KernelSeconds(
         memory=2 * arrivals * traffic * max(map(weights, model.layers)) / machine.bandwidth
     )
     factor = stretched(parts, machine, waits)
@@ -222,7 +222,11 @@ def predict(
 
 
 def _layer_time(
-    kind: tuple[LayerSize, str], batch: Batch, machine: Machine, placement: Placement, factor: float
+    kind: tuple[LayerSize, str],
+    batch: BatchSize,
+    machine: Machine,
+    placement: Placement,
+    factor: float,
 ) -> LayerTime:
     """The times of a layer in its form. It takes `factor` times as long as its kernels alone."""
     (size, save), n = kind, placement.ranks
@@ -246,7 +250,7 @@ def _averaged(trained: int, gpus: int, machine: Machine) -> float:
     return 2 * 4 * trained * (gpus - 1) / gpus / machine.peer
 
 
-def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) -> ShardPlan:
+def _staged(model: ModelSize, batch: BatchSize, machine: Machine, axes: PlanAxes) -> ShardPlan:
     """The plan over pipeline stages, if it fits."""
     staged = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
     if not isinstance(staged, Steps):
@@ -275,7 +279,7 @@ def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) ->
 
 
 def candidates(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int = 1
+    model: ModelSize, batch: BatchSize, machine: Machine, gpus: int, host: int, optimizer: int = 1
 ) -> list[ShardPlan]:
     """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's.
 
@@ -291,7 +295,7 @@ def candidates(
 
 
 def _candidates(
-    model: ModelSize, batch: Batch, machine: Machine, over: Placement, host: int
+    model: ModelSize, batch: BatchSize, machine: Machine, over: Placement, host: int
 ) -> list[ShardPlan]:
     """Plans over one GPU and over all of `over`, which says what else is split."""
     plans, gpus = list[ShardPlan](), over.ranks * batch.tp
@@ -310,7 +314,7 @@ def _candidates(
 
 
 def _saves(
-    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, forms: Sequence[str]
+    model: ModelSize, batch: BatchSize, machine: Machine, placement: Placement, forms: Sequence[str]
 ) -> list[str] | None:
     """The fastest `save` of each layer that fits, None if nothing does."""
     none = ["checkpoint"] * len(model.layers)
@@ -338,7 +342,7 @@ def _machine(machine: str | Machine) -> Machine:
 
 
 def _nothing_fits(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int
+    model: ModelSize, batch: BatchSize, machine: Machine, gpus: int, host: int, optimizer: int
 ) -> str:
     saves, tp = ["checkpoint"] * len(model.layers), batch.tp
     placement = Placement(gpus // tp, embeddings=tp == 1, optimizer=optimizer)

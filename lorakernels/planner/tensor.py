@@ -27,7 +27,7 @@ from lorakernels.ops.hardware import why_not_wgmma_gemm
 from lorakernels.parallel.ranks.exchange import GATHERED, LEAST, START, SUMMED, aligned
 from lorakernels.planner.machine import Machine
 from lorakernels.planner.size import ELEMENT, ModelSize, projections
-from lorakernels.planner.time import KERNEL, Batch, Parts, gemm_seconds, moved
+from lorakernels.planner.time import KERNEL, BatchSize, KernelSeconds, gemm_seconds, moved
 
 GRADIENT = 4  # bytes of a number of dA and dB, which travel in fp32
 CHUNK = 2048  # tokens whose logits exist at a time (tensor/vocabulary.py)
@@ -41,7 +41,7 @@ HOPPER = (9, 0)
 class Crossing(NamedTuple):
     """What exchanges add to a layer: kernels and copies of the GPU itself, and seconds in which it waits for others."""
 
-    parts: Parts = Parts()
+    parts: KernelSeconds = KernelSeconds()
     waits: float = 0.0
 
     def plus(self, other: Crossing) -> Crossing:
@@ -67,11 +67,11 @@ class Exchange(NamedTuple):
     totals: int = 0
     added: bool = False
 
-    def sent(self, batch: Batch) -> int:
+    def sent(self, batch: BatchSize) -> int:
         """Bytes of rows that a GPU sends, and receives."""
         return (batch.tp - 1) * batch.rows * self.width * self.element
 
-    def pieces(self, batch: Batch) -> list[list[int]]:
+    def pieces(self, batch: BatchSize) -> list[list[int]]:
         """Rows of each piece of the product, for each GPU of another place."""
         rows, size = batch.rows, batch.tp
         if self.element > 1:
@@ -80,7 +80,7 @@ class Exchange(NamedTuple):
             [r for r in (rows, rank * rows, (size - 1 - rank) * rows) if r] for rank in range(size)
         ]
 
-    def is_beside(self, size: LayerSize, batch: Batch, machine: Machine) -> bool:
+    def is_beside(self, size: LayerSize, batch: BatchSize, machine: Machine) -> bool:
         """Whether `parallelize` lets it run beside the product, on GPUs that read each other's memory."""
         if not size.fp8 or why_not_wgmma_gemm(HOPPER, *self.product.weight):
             return False
@@ -88,7 +88,7 @@ class Exchange(NamedTuple):
         slower = [self.product.slower_in(p, machine.processors) for p in self.pieces(batch)]
         return gain > START + max(slower)
 
-    def taken(self, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
+    def taken(self, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
         """What it adds to the layer, whose product is counted at once already."""
         cost = _beside if self.is_beside(size, batch, machine) else _in_turn
         small = 2 * (batch.tp - 1) * batch.rows * self.rank + (batch.tp - 1) * self.totals
@@ -96,7 +96,7 @@ class Exchange(NamedTuple):
         return more._replace(waits=more.waits + small / machine.peer)
 
 
-def _in_turn(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
+def _in_turn(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
     """Laid down, waited for, and read: nothing runs beside it."""
     local_bytes = batch.rows * exchange.width * exchange.element
     sent, barriers = exchange.sent(batch), 2
@@ -109,7 +109,7 @@ def _in_turn(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine
     return Crossing(moved(machine, local, kernels), sent / machine.peer + barriers * KERNEL)
 
 
-def _beside(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine) -> Crossing:
+def _beside(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
     """The product in pieces. Copy engines read and write the GPU's memory meanwhile.
 
     Launches, signals and small copies take START, as in the rule by which rows travel beside products.
@@ -134,11 +134,11 @@ def _beside(exchange: Exchange, size: LayerSize, batch: Batch, machine: Machine)
             gone = max(gone, number * piece) + copy
         waits = max(0.0, gone - batch.tp * piece)
         local += (batch.tp + 1 + exchange.added) * local_bytes
-    parts = Parts(max(map(longer, exchange.pieces(batch)))) + moved(machine, local, 0)
+    parts = KernelSeconds(max(map(longer, exchange.pieces(batch)))) + moved(machine, local, 0)
     return Crossing(parts, waits + START)
 
 
-def _forward(size: LayerSize, batch: Batch) -> list[Exchange]:
+def _forward(size: LayerSize, batch: BatchSize) -> list[Exchange]:
     exchanges = []
     for number, (n, k, rank) in enumerate(projections(size)):
         product = Product(n, k, backward=False, split=False)
@@ -149,7 +149,7 @@ def _forward(size: LayerSize, batch: Batch) -> list[Exchange]:
     return exchanges
 
 
-def _backward(size: LayerSize, batch: Batch) -> list[Exchange]:
+def _backward(size: LayerSize, batch: BatchSize) -> list[Exchange]:
     exchanges = []
     for number, (n, k, rank) in enumerate(projections(size)):
         product = Product(k, n, backward=True, split=True)
@@ -162,7 +162,7 @@ def _backward(size: LayerSize, batch: Batch) -> list[Exchange]:
 
 @lru_cache(maxsize=1024)
 def crossings(
-    size: LayerSize, batch: Batch, machine: Machine, form: str
+    size: LayerSize, batch: BatchSize, machine: Machine, form: str
 ) -> tuple[Crossing, Crossing]:
     """What the exchanges of a layer's forward and of its backward add. `size` is what a GPU has of it.
 
@@ -183,7 +183,7 @@ def crossings(
     return of(ahead), of([*_backward(size, batch), *again])
 
 
-def ends(model: ModelSize, batch: Batch, machine: Machine) -> Crossing:
+def ends(model: ModelSize, batch: BatchSize, machine: Machine) -> Crossing:
     """What a microbatch takes besides at the embedding, behind the last norm and at the loss. Nothing hides it.
 
     All-reduces of the embedding's rows and of their gradient at the head are torch's. `model` is what a GPU has.
@@ -203,7 +203,7 @@ def ends(model: ModelSize, batch: Batch, machine: Machine) -> Crossing:
     return Crossing(moved(machine, local, kernels), received / machine.peer)
 
 
-def rows_exchanged(model: ModelSize, batch: Batch, machine: Machine) -> int:
+def rows_exchanged(model: ModelSize, batch: BatchSize, machine: Machine) -> int:
     """Bytes of the memory in which GPUs exchange rows: as `PeerRows` makes it, anew for each exchange that needs more.
 
     Older memory stays. `model` is what a GPU has.

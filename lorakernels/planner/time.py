@@ -44,7 +44,7 @@ REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """`sequences` of `length` tokens, each causal by itself. `ranks` share each of them, by context parallel.
 
     `tp` GPUs together have the tokens of each of these, and a part of every layer, by tensor parallel.
@@ -67,22 +67,22 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Parts:
+class KernelSeconds:
     """Seconds of kernels at the highest clock, by kind."""
 
     gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(
+    def __add__(self, other: KernelSeconds) -> KernelSeconds:
+        return KernelSeconds(
             self.gemm + other.gemm,
             self.attention + other.attention,
             self.memory + other.memory,
         )
 
-    def __mul__(self, times: float) -> Parts:
-        return Parts(self.gemm * times, self.attention * times, self.memory * times)
+    def __mul__(self, times: float) -> KernelSeconds:
+        return KernelSeconds(self.gemm * times, self.attention * times, self.memory * times)
 
     @property
     def seconds(self) -> float:
@@ -134,13 +134,13 @@ def gemm_seconds(shape: tuple[int, int, int], rate: float, processors: int) -> f
     return 2 * best * processors * k / rate + GEMM
 
 
-def moved(machine: Machine, size: float, kernels: int) -> Parts:
+def moved(machine: Machine, size: float, kernels: int) -> KernelSeconds:
     """Kernels that read and write `size` bytes together."""
-    return Parts(memory=size / machine.bandwidth + kernels * KERNEL)
+    return KernelSeconds(memory=size / machine.bandwidth + kernels * KERNEL)
 
 
 @lru_cache(maxsize=1024)
-def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+def forward(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
     """A layer's forward; `form` is one of `fuse`'s. What leaves for the host is read, too.
 
     `size` is what a GPU has of the layer. What split layers exchange is apart (tensor.py).
@@ -161,14 +161,14 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
     inputs = (rows, m, rows, m)  # rows that q k v, o, gate up and down quantize
     for (n, inner, rank), quantized in zip(projections(size), inputs, strict=True):
         seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
-        total += Parts(seconds) + _lora_forward(quantized * inner, rank)
+        total += KernelSeconds(seconds) + _lora_forward(quantized * inner, rank)
     total += _carried(size, batch, machine, form)
     total += _laid_down(size, batch, machine) + _merged(size, batch, machine)
     return total + _attention(size, batch, 1.0, ATTENTION)
 
 
 @lru_cache(maxsize=1024)
-def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+def backward(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
     """A layer's backward, with the forward that "checkpoint" runs again in it. What comes from the host is written."""
     save = form.removesuffix(AWAY)
     m, rows, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
@@ -195,7 +195,7 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
     sides = ((rows, m), (m, rows), (rows, m), (m, rows))
     for (n, inner, rank), (inputs, outputs) in zip(projections(size), sides, strict=True):
         seconds = gemm_seconds((m, inner, n), rate, machine.processors)
-        total += Parts(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
+        total += KernelSeconds(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
     total += _laid_down_by_rank(size, batch, machine) + _merged(size, batch, machine)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
@@ -206,33 +206,33 @@ def _forward_rate(size: LayerSize, machine: Machine) -> float:
     return machine.fp8_forward / (BLOCK_FORWARD if size.blocks else 1.0)
 
 
-def _carried(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+def _carried(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
     """What a copy of activations takes of the GPU's own bandwidth."""
-    return Parts(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
+    return KernelSeconds(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
 
 
-def whole_rows(size: LayerSize, batch: Batch) -> int:
+def whole_rows(size: LayerSize, batch: BatchSize) -> int:
     """Bytes of a layer's keys and values of all ranks that share rows, in 16 bits; 0 of one rank."""
     if batch.ranks == 1:
         return 0
     return 2 * ELEMENT * batch.sequences * batch.length * size.kv_heads * size.head_dim
 
 
-def _laid_down(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _laid_down(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Own keys and values are read, and written where the other ranks read them."""
     if batch.ranks == 1:
-        return Parts()
+        return KernelSeconds()
     return moved(machine, 2 * whole_rows(size, batch) / batch.ranks, 1)
 
 
-def _laid_down_by_rank(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _laid_down_by_rank(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Gradients of all keys and values are read, and written in fp32 for the ranks whose they are."""
     if batch.ranks == 1:
-        return Parts()
+        return KernelSeconds()
     return moved(machine, 3 * whole_rows(size, batch), 1)
 
 
-def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> float:
+def exchanged(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> float:
     """Seconds of a layer's exchanges among the n ranks that share rows; nothing hides them.
 
     The forward receives the others' (n − 1) / n of keys and values. The backward sends as much of their gradients, in
@@ -246,14 +246,14 @@ def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> flo
     return received / machine.peer + (2 + again) * EXCHANGE
 
 
-def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _again(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """The forward that "checkpoint" runs in backward: all of it but the last product."""
     shape = (batch.tokens, size.hidden, size.ffn)
     last = gemm_seconds(shape, _forward_rate(size, machine), machine.processors)
-    return forward(size, batch, machine, "full") + Parts(-last)
+    return forward(size, batch, machine, "full") + KernelSeconds(-last)
 
 
-def calls(batch: Batch) -> tuple[int, float]:
+def calls(batch: BatchSize) -> tuple[int, float]:
     """(calls of attention's kernels, their queries) of a sequence, on the rank that has most of both.
 
     Two chunks of C of a sequence attend to their own keys in one call, to keys before both in another and, but of the
@@ -265,55 +265,57 @@ def calls(batch: Batch) -> tuple[int, float]:
     return 2 + between, (4 + between) * chunk
 
 
-def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]) -> Parts:
+def _attention(
+    size: LayerSize, batch: BatchSize, times: float, rate: tuple[float, int]
+) -> KernelSeconds:
     (count, queries), (fastest, start) = calls(batch), rate
     keys = batch.length * batch.length / (2 * batch.ranks) + queries * start / 2
     operations = 4 * batch.sequences * keys * size.heads * size.head_dim * times
-    return Parts(attention=operations / fastest + 3 * count * KERNEL)
+    return KernelSeconds(attention=operations / fastest + 3 * count * KERNEL)
 
 
-def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _merged(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Results of all calls but the first are added to those that are there."""
     count, queries = calls(batch)
     if count == 1:
-        return Parts()
+        return KernelSeconds()
     queries -= batch.length / batch.ranks
     elements = batch.sequences * queries * size.heads * size.head_dim
     return moved(machine, MERGE * elements, count - 1)
 
 
-def _lora_forward(inputs: int, rank: int) -> Parts:
+def _lora_forward(inputs: int, rank: int) -> KernelSeconds:
     fixed, per_rank = LORA_DOWN
-    return Parts(memory=inputs * (fixed + per_rank * rank) + 2 * KERNEL if rank else 0.0)
+    return KernelSeconds(memory=inputs * (fixed + per_rank * rank) + 2 * KERNEL if rank else 0.0)
 
 
-def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
+def _lora_backward(inputs: int, outputs: int, rank: int) -> KernelSeconds:
     fixed, per_rank = LORA_GRAD_A
     seconds = inputs * (fixed + per_rank * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
-    return Parts(memory=seconds if rank else 0.0)
+    return KernelSeconds(memory=seconds if rank else 0.0)
 
 
-def around(model: ModelSize, batch: Batch, machine: Machine, ranks: int = 1) -> Parts:
+def around(model: ModelSize, batch: BatchSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
     """What a step does outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
     return head(model, batch, machine) + adamw(model, machine, ranks)
 
 
-def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
+def head(model: ModelSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Head and loss in bf16, last norm, scales, of a microbatch. `model` is what a GPU has of it."""
     hidden, m = model.layers[0].hidden, batch.tokens
     products = 2 * 2 * m * hidden * model.vocabulary / machine.bf16
     logits = moved(machine, 4 * 2 * m * model.vocabulary, 4)
-    return Parts(products) + logits + moved(machine, 12 * batch.rows * hidden, 20)
+    return KernelSeconds(products) + logits + moved(machine, 12 * batch.rows * hidden, 20)
 
 
-def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
+def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
     """AdamW, or ShardedAdamW over several `ranks`, whose copies in and out of its buffer are of all gradients."""
     # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
     copied = 28 if ranks > 1 else 0
     return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 
-def stretched(parts: Parts, machine: Machine, waits: float = 0.0) -> float:
+def stretched(parts: KernelSeconds, machine: Machine, waits: float = 0.0) -> float:
     """How many times longer the kernels take than at the highest clock, which the power allows or does not.
 
     In `waits`, seconds between them, a GPU draws no more than kernels that move bytes.
