@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import AdapterBatch, batch_adapters
-from lorakernels.train.data.packing import IGNORE, PADDING, Batch, PackedRows
+from lorakernels.train.data.packing import IGNORE, PADDING, PackedBatch, PackedRows
 from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.files.adapter_files import AdapterFiles, save_adapter_files
@@ -32,7 +32,7 @@ from lorakernels.train.model_card import model_card
 from lorakernels.train.options.checks import check_apart
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import in_batches
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import StepRows, Trainer, evaluate
 from lorakernels.train.run.reporter import Reporter
 
@@ -55,7 +55,7 @@ class Job:
     r: int | None = None
 
 
-def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
+def read_jobs(options: FinetuneOptions, ranks: RunRanks) -> list[Job]:
     """The jobs of the file that the options name, in its order; none without one.
 
     Raises:
@@ -167,7 +167,7 @@ class JobRows:
     def targets_of(self, number: int) -> int:
         return sum(self.targets_of_each([number]))
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> PackedBatch:
         """A batch of J len(numbers) rows: the first job's, then the second's, …"""
         parts = []
         for rows in self.by_job:
@@ -180,17 +180,17 @@ class JobRows:
             for name in ("input_ids", "labels", "positions", "segments")
         }
         targets, starts = sum(part.targets for part in parts), self._starts(parts)
-        return Batch(**joined, targets=targets, starts=starts, longest=self.longest).checked()
+        return PackedBatch(**joined, targets=targets, starts=starts, longest=self.longest).checked()
 
-    def _padding(self, count: int) -> Batch:
+    def _padding(self, count: int) -> PackedBatch:
         zeros = torch.zeros(count, self.seq_len, dtype=torch.int64)
         pieces = torch.arange(0, self.seq_len, self.longest, dtype=torch.int32)
         begins = torch.arange(count, dtype=torch.int32)[:, None] * self.seq_len + pieces
         starts = torch.cat((begins.flatten(), begins.new_tensor([zeros.numel()])))
         labels, segments = torch.full_like(zeros, IGNORE), torch.full_like(zeros, PADDING)
-        return Batch(zeros, labels, zeros, segments, 0, starts, self.longest)
+        return PackedBatch(zeros, labels, zeros, segments, 0, starts, self.longest)
 
-    def _starts(self, parts: Sequence[Batch]) -> Tensor:
+    def _starts(self, parts: Sequence[PackedBatch]) -> Tensor:
         """Where documents begin in all rows; the tail is filled up with their number of positions."""
         starts_of_parts, offset = [], 0
         for part in parts:
@@ -216,7 +216,7 @@ def load_jobs(
     for job in jobs:
         reporter.say(f"job {job.name}:")
         of_job = replace(options, data=job.data, eval_data=job.eval_data)
-        arguments = of_job, tokenizer, cache, reporter.say, Ranks(), reporter.phase
+        arguments = of_job, tokenizer, cache, reporter.say, RunRanks(), reporter.phase
         loaded.append(load_data(*arguments))
     identity: dict[str, Any] = {
         f"{job.name}: {key}": value
@@ -300,7 +300,7 @@ class JobsTrainer(Trainer):
         targets = self.rows.targets_of_each(rows.numbers)  # type: ignore[attr-defined]
         self.items_of_each.copy_(torch.tensor(targets, dtype=torch.float32))
 
-    def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
+    def _forward_and_backward(self, batches: list[PackedBatch]) -> Tensor:
         self.adapters.clear_gradients()
         loss = super()._forward_and_backward(batches)
         self.adapters.give_gradients()
@@ -328,5 +328,5 @@ class JobsTrainer(Trainer):
             if len(held.by_job[i]):
                 rows: Any = held.only(i)
                 with reporter.phase(f"evaluation of {job.name}", in_batches) as shown:
-                    losses[job.name] = evaluate(self.model, rows, self.options, Ranks(), shown)
+                    losses[job.name] = evaluate(self.model, rows, self.options, RunRanks(), shown)
         return losses

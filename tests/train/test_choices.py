@@ -15,7 +15,7 @@ import torch
 from lorakernels import ContextParallel, LoRAConfig, apply_lora
 from lorakernels.autograd.attention import graphed as graphed_attention
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.run.choices import NAMES, choices
 from lorakernels.train.run.runtime import Fused, Runtime, fuse_layers, make_random_state
@@ -105,7 +105,7 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "device", torch.device("cuda"))
-        fused, sizes = fuse_layers(model, made, CPU), Sizes.of(model, made.seq_len)
+        fused, sizes = fuse_layers(model, made, CPU), ModelCounts.of(model, made.seq_len)
         return choices(report, runtime, fused, "2 × a GPU", sizes, 16)
 
 

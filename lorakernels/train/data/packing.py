@@ -32,7 +32,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows of packed documents.
 
     Attributes:
@@ -51,7 +51,7 @@ class Batch:
     starts: Tensor | None = None
     longest: int | None = None
 
-    def checked(self) -> Batch:
+    def checked(self) -> PackedBatch:
         """This batch, on the host.
 
         Raises:
@@ -70,19 +70,19 @@ class Batch:
         return self.input_ids, self.labels, self.positions, self.segments, self.starts
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], longest: int | None = None) -> Batch:
+    def of(cls, tensors: Sequence[Tensor | None], longest: int | None = None) -> PackedBatch:
         """The reverse of ``tensors()``. ``targets`` is unknown and becomes -1."""
         input_ids, labels, positions, segments, starts = tensors
         return cls(input_ids, labels, positions, segments, -1, starts, longest)  # type: ignore[arg-type]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin(self) -> Batch:
+    def pin(self) -> PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        return PackedBatch(
             change(self.input_ids),
             change(self.labels),
             change(self.positions),
@@ -140,7 +140,7 @@ def longest_of(lengths: Ints, seq_len: int) -> int:
 
 
 class PackedRows:
-    """Packed rows of documents. `batch` turns row numbers into a Batch.
+    """Packed rows of documents. `batch` turns row numbers into a PackedBatch.
 
     Attributes:
         tokens: ids of all documents.
@@ -202,7 +202,7 @@ class PackedRows:
         """Labels of one row that are trained."""
         return int(self._labels[self.rows[number]].sum())
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> PackedBatch:
         shape = (len(numbers), self.seq_len)
         input_ids = np.full(shape, self.pad_token, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -226,7 +226,7 @@ class PackedRows:
             for padding in range(filled, self.seq_len, self.longest):
                 starts[sequences], sequences = i * self.seq_len + padding, sequences + 1
         targets = int((labels != IGNORE).sum())
-        return Batch(
+        return PackedBatch(
             torch.from_numpy(input_ids),
             torch.from_numpy(labels),
             torch.from_numpy(positions),

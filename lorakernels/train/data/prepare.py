@@ -19,7 +19,7 @@ from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_file
 from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Phase
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def load_data(
     tokenizer: Any,
     cache: Path,
     say: Say,
-    ranks: Ranks,
+    ranks: RunRanks,
     phase: Callable[[str], Phase] = Phase,
 ) -> RunData:
     """Tokenize the data of a run, or find its tokens in the cache, and pack them. Rank 0 writes, and shows a phase.
@@ -94,7 +94,7 @@ def load_data(
     return RunData(train_rows, held_rows, identity, files)
 
 
-def check_rows(data: RunData, ranks: Ranks) -> None:
+def check_rows(data: RunData, ranks: RunRanks) -> None:
     """Collective: refuse data that differ between the ranks, such as of two machines with other files.
 
     Raises:

@@ -63,7 +63,7 @@ Rows = Iterator[Row | RowError]
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One file, or one folder of the datasets library. ``entry`` is the place in --data that brought it."""
 
     entry: int
@@ -83,13 +83,13 @@ def _suffix(path: Path) -> str:
     return suffixes[-2] if suffixes[-1] in COMPRESSED else suffixes[-1]
 
 
-def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
+def find_sources(paths: Sequence[Path]) -> tuple[list[DataSource], list[str]]:
     """The files that the entries of --data mean, and sentences about what was left out.
 
     Raises:
         DataError: a file is missing, empty, or of a kind that cannot be read.
     """
-    sources: list[Source] = []
+    sources: list[DataSource] = []
     notes: list[str] = []
     for entry, path in enumerate(paths):
         if path.is_dir() and not (path / ON_DISK).is_file():
@@ -101,7 +101,7 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
                 notes.append(f"{path}: read as plain text, one document, by its name")
         for file in files:
             check_kind(file)
-        sources.extend(Source(entry, file) for file in files)
+        sources.extend(DataSource(entry, file) for file in files)
     return sources, notes
 
 

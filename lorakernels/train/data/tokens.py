@@ -40,10 +40,10 @@ from lorakernels.train.data.formats import (
     unread,
 )
 from lorakernels.train.data.sources import (
+    DataSource,
     Row,
     RowError,
     Rows,
-    Source,
     find_sources,
     kind_of,
     read_rows,
@@ -176,7 +176,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{specials}{template}{body}".encode()).hexdigest()
 
 
-def cache_key(sources: Sequence[Source], tokenizer: Any, rules: Rules = Rules()) -> str:
+def cache_key(sources: Sequence[DataSource], tokenizer: Any, rules: Rules = Rules()) -> str:
     digest = hashlib.sha256(f"{VERSION} {rules} {tokenizer_fingerprint(tokenizer)}".encode())
     for source in sources:
         digest.update(f"|{source.entry}|{kind_of(source.path)}|".encode())
@@ -240,12 +240,12 @@ def _one_writer(cache: Path) -> Iterator[None]:
 class _Reading:
     """The data files in their order. It tells an observer how much of them was read."""
 
-    def __init__(self, sources: Sequence[Source], progress: Observer) -> None:
+    def __init__(self, sources: Sequence[DataSource], progress: Observer) -> None:
         self.sources, self.progress = sources, progress
         self._sizes = [sum(p.stat().st_size for p in _parts(s.path)) for s in sources]
         self._total, self._before, self._size = sum(self._sizes), 0, 0
 
-    def __iter__(self) -> Iterator[Source]:
+    def __iter__(self) -> Iterator[DataSource]:
         for source, size in zip(self.sources, self._sizes, strict=True):
             self._size = size
             yield source

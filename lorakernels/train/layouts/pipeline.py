@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_parallel
-from lorakernels.train.data.packing import IGNORE, Batch, PackedRows, spread
+from lorakernels.train.data.packing import IGNORE, PackedBatch, PackedRows, spread
 from lorakernels.train.errors import OptionError
 from lorakernels.train.files.checkpoint import Checkpoint
 from lorakernels.train.layouts.context import own_part
-from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.layouts.parts import RankPart
 from lorakernels.train.model.model import decoder_and_head, no_mask, places_of, places_over_ranks
 from lorakernels.train.optimizer.optimizers import groups, numbers
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks.ranks import Ranks, wait_for
+from lorakernels.train.ranks.ranks import RunRanks, wait_for
 
 
-class Stages(Parts):
+class PipelinePart(RankPart):
     """The stages of this rank, as a trainer uses them.
 
     Attributes:
@@ -43,18 +43,22 @@ class Stages(Parts):
     """
 
     def __init__(
-        self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
+        self,
+        pipeline: PipelineParallel,
+        options: FinetuneOptions,
+        ranks: RunRanks,
+        groups: list[Any],
     ) -> None:
         stage, place = divmod(ranks.rank, ranks.of_stage)
-        super().__init__(pipeline.model, ranks, Ranks(place, ranks.of_stage, group=groups[1]))
+        super().__init__(pipeline.model, ranks, RunRanks(place, ranks.of_stage, group=groups[1]))
         self.pipeline, self.options = pipeline, options
-        self.others = Ranks(stage, ranks.pp, group=groups[0])
+        self.others = RunRanks(stage, ranks.pp, group=groups[0])
         with pipeline.structure():
             named = pipeline.model.named_parameters()
             self.trained = {n: p for n, p in named if p.requires_grad}
 
     def forward_backward(
-        self, batches: Sequence[Batch], items: Tensor, begins: Callable[[], None]
+        self, batches: Sequence[PackedBatch], items: Tensor, begins: Callable[[], None]
     ) -> Tensor:
         """The step's loss of this replica on its first rank, fp32 [], and 0 on the others.
 
@@ -63,18 +67,22 @@ class Stages(Parts):
         loss = self._run(batches, items, True, begins)
         return loss if self.ranks.first_of_replica else torch.zeros_like(loss)
 
-    def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
+    def summed_loss(self, batches: Sequence[PackedBatch]) -> Tensor:
         """Sum of the token losses of so many batches as the pipeline has microbatches, of this rank's tokens each."""
         device = batches[0].labels.device
         return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
 
     def _run(
-        self, batches: Sequence[Batch], items: Tensor, trains: bool, begins: Callable[[], None]
+        self,
+        batches: Sequence[PackedBatch],
+        items: Tensor,
+        trains: bool,
+        begins: Callable[[], None],
     ) -> Tensor:
         decoder, _ = decoder_and_head(self.pipeline.model)
         isolate, shared = self.options.isolate_documents, self.pipeline.context is not None
 
-        def places(batch: Batch) -> dict[str, Any]:
+        def places(batch: PackedBatch) -> dict[str, Any]:
             if shared:
                 return places_over_ranks(batch)
             return places_of(decoder, batch) if isolate else {}
@@ -179,7 +187,7 @@ class StageRanks:
     groups: list[Any]
 
 
-def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
+def stage_ranks(ranks: RunRanks, device: torch.device) -> StageRanks | None:
     """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
@@ -192,10 +200,10 @@ def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
 def cut_stages(
     model: nn.Module,
     options: FinetuneOptions,
-    ranks: Ranks,
+    ranks: RunRanks,
     shared: StageRanks | None,
     random: PhiloxState,
-) -> Stages | None:
+) -> PipelinePart | None:
     """Collective: keep this rank's stages of the model.
 
     Raises:
@@ -208,7 +216,7 @@ def cut_stages(
     except (TypeError, ValueError) as error:
         raise OptionError(f"pp {ranks.pp}: {error}") from error
     pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
-    return Stages(pipeline, options, ranks, shared.groups)
+    return PipelinePart(pipeline, options, ranks, shared.groups)
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:

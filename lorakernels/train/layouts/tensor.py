@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from lorakernels import TensorParallel, VocabularyHead, change_of_logits, parallelize
 from lorakernels.train.errors import CheckpointError, OptionError
 from lorakernels.train.files.checkpoint import Checkpoint
-from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.layouts.parts import RankPart
 from lorakernels.train.model.preflight import build_on_meta, read_config
 from lorakernels.train.optimizer.optimizers import numbers
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 
-class SplitLayers(Parts):
+class SplitLayers(RankPart):
     """This rank's parts of the split layers, as a trainer uses them.
 
     Attributes:
@@ -35,9 +35,9 @@ class SplitLayers(Parts):
     """
 
     def __init__(
-        self, split: TensorParallel, options: FinetuneOptions, ranks: Ranks, same: Any
+        self, split: TensorParallel, options: FinetuneOptions, ranks: RunRanks, same: Any
     ) -> None:
-        others = Ranks(ranks.rank // ranks.tp, ranks.size // ranks.tp, group=same)
+        others = RunRanks(ranks.rank // ranks.tp, ranks.size // ranks.tp, group=same)
         super().__init__(split.model, ranks, others)
         self.split, self.options = split, options
 
@@ -90,7 +90,7 @@ class SplitLayers(Parts):
         return {n: p for n, p in self.split.model.named_parameters() if p.requires_grad}
 
 
-def layer_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
+def layer_mesh(ranks: RunRanks, device: torch.device) -> DeviceMesh | None:
     """Collective: the mesh of the ranks that have layers together with this one; None without them."""
     if ranks.tp == 1:
         return None
@@ -108,7 +108,7 @@ def splits_vocabulary(directory: Path, options: FinetuneOptions) -> bool:
 def split_layers(
     model: nn.Module,
     options: FinetuneOptions,
-    ranks: Ranks,
+    ranks: RunRanks,
     mesh: DeviceMesh | None,
     say: Callable[[str], None],
 ) -> SplitLayers | None:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import PipelineParallel, change_of_logits
-from lorakernels.train.data.packing import Batch
+from lorakernels.train.data.packing import PackedBatch
 from lorakernels.train.errors import ModelError
 from lorakernels.train.model.loss import changed
 from lorakernels.train.model.model import decoder_and_head, hidden_states
-from lorakernels.train.ranks.ranks import Ranks, is_about_peers
+from lorakernels.train.ranks.ranks import RunRanks, is_about_peers
 
 FIRST, SECOND = 5, 7  # lengths of a row's two documents, in tokens
 LARGE = 1000.0  # the largest logit given to a model's own tail; caps in use are 30 and 50
@@ -68,7 +68,7 @@ class Causality(NamedTuple):
     rounding: float
 
 
-def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
+def check_same_layers(model: nn.Module, ranks: RunRanks) -> None:
     """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
 
     Of a pipeline each rank holds its stages alone, and is compared by what it holds: with the ranks of its stage, and
@@ -279,11 +279,11 @@ def _from_usual_call(model: Any, isolate: bool) -> float:
     return _relative(packed, usual.last_hidden_state.float())
 
 
-def _whole_rows(rows: Tensor) -> Batch:
+def _whole_rows(rows: Tensor) -> PackedBatch:
     return _packed_rows([[row] for row in rows])
 
 
-def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
+def _documents(model: Any) -> tuple[PackedBatch, PackedBatch, PackedBatch]:
     """Batches of two rows of two documents: as given, with exchanged first documents, with both rows reversed."""
     device = next(model.parameters()).device
     words = model.config.get_text_config().vocab_size
@@ -299,7 +299,7 @@ def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
     )
 
 
-def _packed_rows(rows: list[list[Tensor]]) -> Batch:
+def _packed_rows(rows: list[list[Tensor]]) -> PackedBatch:
     ids = torch.stack([torch.cat(row) for row in rows])
     device = ids.device
     positions = torch.cat([torch.arange(len(part), device=device) for part in rows[0]])
@@ -307,7 +307,7 @@ def _packed_rows(rows: list[list[Tensor]]) -> Batch:
         [torch.full((len(part),), i, device=device) for i, part in enumerate(rows[0])]
     )
     places = positions.expand_as(ids), segments.expand_as(ids)
-    return Batch(ids, ids, *places, ids.numel())
+    return PackedBatch(ids, ids, *places, ids.numel())
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedSize:
     """What is trained of each adapter: numbers, and the tensors that hold them. `merged`: bytes of a merged model."""
 
     numbers: int
@@ -38,7 +38,7 @@ class Trained:
 
 
 def written_by(
-    options: FinetuneOptions, trained: Trained, beside: Mapping[str, bytes], adapters: int = 1
+    options: FinetuneOptions, trained: TrainedSize, beside: Mapping[str, bytes], adapters: int = 1
 ) -> Written:
     """`beside`: {name: contents} of the tokenizer's files, which lie beside each adapter."""
     weights = FLOAT * trained.numbers * adapters

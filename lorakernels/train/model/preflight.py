@@ -20,7 +20,7 @@ from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.data.tokens import TokenFile
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.files.written import MERGED
-from lorakernels.train.model.disk import Trained
+from lorakernels.train.model.disk import TrainedSize
 from lorakernels.train.model.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options.options import FinetuneOptions
 
@@ -29,7 +29,7 @@ RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
 def check_before_loading(
     directory: Path, options: FinetuneOptions, lora: LoRAConfig, say: Callable[[str], None]
-) -> tuple[Any, Trained]:
+) -> tuple[Any, TrainedSize]:
     """Check what the model's config alone shows, and report through `say`. Returns the config of the model's text
     part, and what will be trained.
 
@@ -63,7 +63,7 @@ def check_before_loading(
     if experts := _experts(model):
         say(experts)
     adapters = [p for p in model.parameters() if p.requires_grad]
-    return text, Trained(sum(p.numel() for p in adapters), len(adapters), merged)
+    return text, TrainedSize(sum(p.numel() for p in adapters), len(adapters), merged)
 
 
 def read_config(directory: Path) -> Any:

@@ -27,7 +27,7 @@ import torch.distributed.nn.functional  # before any group: see _free_groups_at_
 from torch import Tensor
 
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.ranks.watch import Watch
+from lorakernels.train.ranks.watch import RankWatch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
@@ -42,7 +42,7 @@ def wait_for(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RunRanks:
     """This process among `size` processes. By default it is alone, and no method communicates.
 
     Ranks lie as in a mesh ("pp", "replica", "cp", "tp"). So stages are far from each other, and parts of layers near.
@@ -192,7 +192,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
+def joined(device: torch.device) -> Iterator[RunRanks]:
     """Join the process group that torchrun's variables describe, and leave it at the end.
 
     The backend is NCCL on GPUs and gloo on CPUs.
@@ -213,7 +213,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         dist.init_process_group("gloo", timeout=STEP)
     del meeting  # without torchrun it is rank 0's, and the group's store is the same one
     patient = dist.new_group(backend="gloo", timeout=WORK)
-    watch, done = Watch(lambda: _lost(ranks)), False
+    watch, done = RankWatch(lambda: _lost(ranks)), False
     try:
         yield replace(ranks, patient=patient)
         done = True
@@ -243,7 +243,7 @@ def _free_groups_at_exit() -> None:
     atexit.register(gc.collect)
 
 
-def _meet(ranks: Ranks) -> dist.Store:
+def _meet(ranks: RunRanks) -> dist.Store:
     """Collective: the store where all ranks have said that they are there.
 
     A group connects its ranks within its timeout. A rank that begins later, on a loaded machine, would miss `STEP`.
@@ -255,7 +255,7 @@ def _meet(ranks: Ranks) -> dist.Store:
     return store
 
 
-def _lost(ranks: Ranks) -> str:
+def _lost(ranks: RunRanks) -> str:
     return (
         f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it did "
         f"not answer for {STEP.seconds} s. The last checkpoint stands, --resume goes on from it."
@@ -267,7 +267,7 @@ def is_about_peers(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def ranks_of_environment() -> Ranks:
+def ranks_of_environment() -> RunRanks:
     """The ranks that torchrun's variables describe. WORLD_SIZE=1 means one process, whatever else a launcher set.
 
     Raises:
@@ -275,9 +275,9 @@ def ranks_of_environment() -> Ranks:
     """
     variables = {name: os.environ.get(name) for name in VARIABLES}
     if variables["WORLD_SIZE"] == "1" or not any(variables.values()):
-        return Ranks()
+        return RunRanks()
     try:
         rank, size, local = (int(str(variables[name])) for name in VARIABLES)
     except ValueError as error:
         raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {variables}") from error
-    return Ranks(rank, size, local)
+    return RunRanks(rank, size, local)

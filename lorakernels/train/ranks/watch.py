@@ -25,7 +25,7 @@ GRACE = 5.0  # seconds in which this rank may end by itself, with a message of i
 ENDED, LOST = 0.0, 1.0
 
 
-class Watch:
+class RankWatch:
     """Collective: the ranks of the default group watch each other from now on, until `end`.
 
     Args:

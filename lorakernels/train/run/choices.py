@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from lorakernels import BlockScaling, ContextParallel, LoRAReport
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.model.model import decoder_and_head, takes_starts, window_of
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.options.running import CAPTURED_OPTIMS
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def choices(
-    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: Sizes, longest: int
+    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: ModelCounts, longest: int
 ) -> list[str]:
     """One line each for device and precision, layers, attention, graphs and reproducibility.
 
