@@ -32,11 +32,11 @@ from lorakernels.checkpoints.adapters.keys import (
     ADAPTER_ENDS,
     PREFIX,
     adapter_tensors,
+    as_expected,
     check_complete,
     check_keys,
-    expected_slots,
+    expected_tensors,
     keys_of,
-    slots,
     stacks_of,
     without_peft_copies,
 )
@@ -231,7 +231,7 @@ def _fitting(
             stages = PipelineParallel.of(model)
             with stages.structure() if stages else nullcontext():
                 current = adapter_tensors(model)
-                expected = slots(current)
+                expected = as_expected(current)
                 for key in (key for key, tensor in current.items() if id(tensor) in place_of):
                     shape = place_of[id(current[key])].shape(current[key])
                     expected[key] = expected[key]._replace(shape=shape)
@@ -250,7 +250,7 @@ def _fitting(
                 raise ValueError(
                     "its rows are shared by ranks and it has no adapter: load before context_parallel"
                 )
-            expected = expected_slots(model, config)
+            expected = expected_tensors(model, config)
             promised = []  # `expected` has them
             values = take_embeddings(model, expected, tensors)
             check_embeddings(model, values, place_of)

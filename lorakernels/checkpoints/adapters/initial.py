@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapters.keys import PREFIX, Slot
+from lorakernels.checkpoints.adapters.keys import PREFIX, ExpectedTensor
 from lorakernels.config import clean_path
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
@@ -47,14 +47,14 @@ def join_initial(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             tensors[key] = torch.cat(both, _DIMS[part])
 
 
-def widen(model: nn.Module, slots: dict[str, Slot]) -> None:
-    """Double the rank of such layers in `slots`."""
+def widen(model: nn.Module, expected: dict[str, ExpectedTensor]) -> None:
+    """Double the rank of such layers in `expected`."""
     for name in _initials(model):
         for part, dim in _DIMS.items():
             key = f"{PREFIX}{name}.{part}.weight"
-            shape = [*slots[key].shape]
+            shape = [*expected[key].shape]
             shape[dim] *= 2
-            slots[key] = slots[key]._replace(shape=tuple(shape))
+            expected[key] = expected[key]._replace(shape=tuple(shape))
 
 
 def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

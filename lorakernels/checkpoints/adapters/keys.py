@@ -37,7 +37,7 @@ _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST_FIRST = ("all", "lora_only", "none")
 
 
-class Slot(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """The shape and dtype that the model expects of one tensor of the file."""
 
     shape: tuple[int, ...]
@@ -91,39 +91,41 @@ def bias_mode(layers: Iterable[LoRALinear]) -> str:
     return next((bias for bias in _WIDEST_FIRST if bias in modes), "none")
 
 
-def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    return {key: Slot(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+def as_expected(tensors: Mapping[str, Tensor]) -> dict[str, ExpectedTensor]:
+    return {key: ExpectedTensor(tuple(value.shape), value.dtype) for key, value in tensors.items()}
 
 
-def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
+def expected_tensors(model: nn.Module, config: LoRAConfig) -> dict[str, ExpectedTensor]:
     """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
-    expected: dict[str, Slot] = {}
+    expected: dict[str, ExpectedTensor] = {}
     for path, (experts, n, k) in named_parameters(model, config).items():
         r = config.rank_for(f"{path}.0")
         for number in range(experts):
             key = f"{PREFIX}{clean_path(path)}.{number}"
-            expected[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-            expected[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+            expected[f"{key}.lora_A.weight"] = ExpectedTensor((r, k), torch.float32)
+            expected[f"{key}.lora_B.weight"] = ExpectedTensor((n, r), torch.float32)
     only_experts = config.target_parameters and not config.target_modules
     paths = [] if only_experts else match_targets(model, config)
     for path in paths:
         module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-        expected[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-        expected[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+        expected[f"{PREFIX}{key}.lora_A.weight"] = ExpectedTensor((r, k), torch.float32)
+        expected[f"{PREFIX}{key}.lora_B.weight"] = ExpectedTensor((n, r), torch.float32)
         if config.use_dora:
-            expected[f"{PREFIX}{key}.lora_magnitude_vector"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.lora_magnitude_vector"] = ExpectedTensor((n,), torch.float32)
         if config.bias != "none" and module.bias is not None:
-            expected[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.base_layer.bias"] = ExpectedTensor((n,), torch.float32)
     for path in match_saved(model, config):
-        held = slots(model.get_submodule(path).state_dict())
-        expected.update((PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
+        held = as_expected(model.get_submodule(path).state_dict())
+        expected.update(
+            (PREFIX + clean_path(f"{path}.{key}"), entry) for key, entry in held.items()
+        )
     if config.bias == "all":
         below = {f"{path}.bias" for path in paths}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                slot = Slot(tuple(parameter.shape), parameter.dtype)
-                expected.setdefault(PREFIX + clean_path(name), slot)
+                entry = ExpectedTensor(tuple(parameter.shape), parameter.dtype)
+                expected.setdefault(PREFIX + clean_path(name), entry)
     return expected
 
 
@@ -148,8 +150,10 @@ def check_complete(
         raise ValueError("\n".join([f"{file} has not what its config says, {says}:", *lines]))
 
 
-def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError, listing every misfit, if `tensors` of `file` do not fit the slots `expected`.
+def check_keys(
+    file: Path, expected: Mapping[str, ExpectedTensor], tensors: dict[str, Tensor]
+) -> None:
+    """Raise ValueError, listing every misfit, if `tensors` of `file` do not fit `expected`.
 
     Misfits are missing and unexpected keys, other shapes, other dtypes, and inf or NaN in an adapter.
     """

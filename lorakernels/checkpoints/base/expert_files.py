@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.base.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.shards import TensorInfo, TensorSource
 from lorakernels.modules.experts.classes import STACKED
 from lorakernels.modules.experts.layer import LoRAExperts, stacked_experts, unstack_owner
 
@@ -38,7 +38,7 @@ _LAYER = {
 _PARTS = {"gate_up_proj": 2, "down_proj": 1}
 
 
-def with_experts(source: Source, model: nn.Module, block: tuple[int, ...]) -> Source:
+def with_experts(source: TensorSource, model: nn.Module, block: tuple[int, ...]) -> TensorSource:
     """`source` by the names of `model`, whose experts become LoRAExperts where the files have them one by one.
 
     Args:
@@ -94,9 +94,9 @@ def expert_parts(names: Iterable[str]) -> dict[str, ExpertPart]:
 
 
 class _Experts:
-    """A Source that puts the parts of an expert's layer together."""
+    """A TensorSource that puts the parts of an expert's layer together."""
 
-    def __init__(self, source: Source, block: tuple[int, ...]) -> None:
+    def __init__(self, source: TensorSource, block: tuple[int, ...]) -> None:
         self.source = source
         self._parts: dict[str, tuple[str, ...]] = {}
         self._blocks: dict[

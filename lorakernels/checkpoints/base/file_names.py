@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakernels.checkpoints.base.format import of_input
-from lorakernels.checkpoints.base.shards import Read, Source
+from lorakernels.checkpoints.base.shards import Read, TensorSource
 
 _SCALE = "_scale_inv"
 # Old checkpoints store these tensors for each layer. Models compute them.
@@ -164,7 +164,7 @@ def _top_modules(model: Any) -> set[str]:
 
 
 class Renamed:
-    """A Source whose tensors have other names.
+    """A TensorSource whose tensors have other names.
 
     Args:
         source: the tensors.
@@ -178,7 +178,7 @@ class Renamed:
         ValueError: two tensors have one name.
     """
 
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         self._source, self.original = source, self.check(names)
         self.tensors = {shown: source.tensors[name] for shown, name in self.original.items()}
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source, TensorInfo
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, TensorInfo, TensorSource
 
 E4M3 = "F8_E4M3"
 BLOCK = (128, 128)
@@ -104,7 +104,7 @@ def format_of(
     return BaseFormat(block, fp8, first_declared)
 
 
-def take_format(files: Source, config: Any) -> BaseFormat:
+def take_format(files: TensorSource, config: Any) -> BaseFormat:
     """`format_of`, after which `config` does not call the model quantized: ours holds FP8 in its own way."""
     folder = files.path if isinstance(files, Directory) else None
     stored = format_of(files.tensors, config, folder)

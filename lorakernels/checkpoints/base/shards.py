@@ -36,7 +36,7 @@ class TensorInfo:
         return count
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """The tensors that `load_quantized` reads: a table, and shards that are opened one after the other."""
 
     @property

@@ -25,10 +25,16 @@ from torch import Tensor
 
 from lorakernels.checkpoints.base.file_names import Renamed, check_places, names_in_model
 from lorakernels.checkpoints.base.format import take_format
-from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, TensorSource
 from lorakernels.checkpoints.base.skeleton import causal_lm, config_of
 from lorakernels.checkpoints.export.files import copy_files, write_config
-from lorakernels.checkpoints.export.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.export.plan import (
+    AdapterChanges,
+    MergePlan,
+    Out,
+    plan_merge,
+    read_adapter,
+)
 from lorakernels.checkpoints.export.writer import (
     DTYPES,
     ShardWriter,
@@ -124,7 +130,7 @@ def check_export(
         ValueError, FileNotFoundError: as `export_model`.
     """
     skeleton, files, block = _opened(Path(model))
-    plan = plan_merge(skeleton, files, Adapter({}, {}), block, format == "fp8")
+    plan = plan_merge(skeleton, files, AdapterChanges({}, {}), block, format == "fp8")
     _check_target(Path(output), overwrite=True)
     return plan.bytes
 
@@ -197,9 +203,9 @@ class _Merge:
 
     def __init__(
         self,
-        files: Source,
+        files: TensorSource,
         plan: MergePlan,
-        adapter: Adapter,
+        adapter: AdapterChanges,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.files, self.plan, self.adapter, self.progress = files, plan, adapter, progress

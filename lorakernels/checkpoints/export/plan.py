@@ -26,7 +26,7 @@ from lorakernels.checkpoints.adapters.embeddings import (
 )
 from lorakernels.checkpoints.adapters.keys import (
     check_keys,
-    expected_slots,
+    expected_tensors,
     stacks_of,
     without_peft_copies,
 )
@@ -39,7 +39,7 @@ from lorakernels.checkpoints.adapters.peft_format import (
 from lorakernels.checkpoints.base.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.base.file_names import Renamed
 from lorakernels.checkpoints.base.format import E4M3
-from lorakernels.checkpoints.base.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.shards import TensorInfo, TensorSource
 from lorakernels.checkpoints.loading.plan import holders_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.experts.layer import named_parameters
@@ -52,7 +52,7 @@ _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterChanges:
     """The values of an adapter file, sorted by what they do to the base.
 
     Attributes:
@@ -131,7 +131,7 @@ class MergePlan:
         return sum(size for out in self.outs for _, _, size in out.layout.values())
 
 
-def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
+def read_adapter(model: nn.Module, folder: Path, files: TensorSource) -> AdapterChanges:
     """Read the adapter in `folder` and check that it fits `model`, which may be on the meta device.
 
     Adapters of experts are those of the tensors that `files`, the base, have of each expert.
@@ -147,18 +147,18 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         )
     tensors = read_weights(folder)
     try:
-        slots, saved = expected_slots(model, config), match_saved(model, config)
+        expected, saved = expected_tensors(model, config), match_saved(model, config)
         stacks, experts = stacks_of(model, config), named_parameters(model, config)
         only_experts = config.target_parameters and not config.target_modules
         paths = [] if only_experts else match_targets(model, config)
-        embeddings = take_embeddings(model, slots, tensors)
+        embeddings = take_embeddings(model, expected, tensors)
         check_embeddings(model, embeddings, {})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
     for stack in stacks:
         stack.split(tensors)
-    check_keys(folder / WEIGHTS_NAME, slots, tensors)
+    check_keys(folder / WEIGHTS_NAME, expected, tensors)
     deltas = {}
     for path in paths:
         lora_A, lora_B = (
@@ -170,11 +170,11 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
     biases = {f"{path}.base_layer.bias": f"{path}.bias" for path in paths}
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     values = {biases.get(name, name): tensors[key] for key, name in names.items()}
-    return Adapter(deltas, values | _changed(model, embeddings, files))
+    return AdapterChanges(deltas, values | _changed(model, embeddings, files))
 
 
 def _changed(
-    model: nn.Module, embeddings: Mapping[str, Tensor], files: Source
+    model: nn.Module, embeddings: Mapping[str, Tensor], files: TensorSource
 ) -> dict[str, Tensor]:
     """Those of the adapter file's `embeddings` that are not the base's in `files`, under all names of tied ones."""
     changed: dict[str, Tensor] = {}
@@ -193,7 +193,7 @@ def _changed(
 
 
 def _of_experts(
-    config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: Source
+    config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: TensorSource
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
     """Deltas of the files' tensors of each expert, whose adapters are taken out of `tensors`.
 
@@ -222,7 +222,7 @@ def _of_experts(
 
 
 def plan_merge(
-    model: nn.Module, files: Renamed, adapter: Adapter, block: tuple[int, ...], fp8: bool
+    model: nn.Module, files: Renamed, adapter: AdapterChanges, block: tuple[int, ...], fp8: bool
 ) -> MergePlan:
     """Plan the merge of `adapter` into the base in `files`, whose names are those of `model`, the base's model. It may
     be on the meta device.
@@ -260,7 +260,7 @@ def _is_side(name: str) -> bool:
     return name.endswith(("_scale_inv", ".activation_scale", ".input_scale"))
 
 
-def _check_scales(infos: dict[str, TensorInfo], files: Source) -> None:
+def _check_scales(infos: dict[str, TensorInfo], files: TensorSource) -> None:
     for name, info in infos.items():
         if info.dtype == E4M3 and f"{name}_scale_inv" not in files.tensors:
             raise ValueError(f"{name} is {E4M3} without {name}_scale_inv")
@@ -275,7 +275,7 @@ def _check_shapes(model: nn.Module, infos: dict[str, TensorInfo]) -> None:
 
 
 def _names(
-    model: nn.Module, infos: dict[str, TensorInfo], adapter: Adapter
+    model: nn.Module, infos: dict[str, TensorInfo], adapter: AdapterChanges
 ) -> tuple[dict[str, str], bool]:
     """({tensor to write: tensor of the base that it is made of}, whether tied tensors differ after the merge)."""
     names, untied = {name: name for name in infos}, False
@@ -300,7 +300,7 @@ def _main_dtype(model: Any, infos: dict[str, TensorInfo]) -> str:
     return next((i.dtype for i in infos.values() if i.dtype in _FLOATS), "BF16")
 
 
-def _dtype_of(name: str, info: TensorInfo, adapter: Adapter, main: str) -> str:
+def _dtype_of(name: str, info: TensorInfo, adapter: AdapterChanges, main: str) -> str:
     if info.dtype not in _FLOATS:
         return info.dtype
     merged = name.removesuffix(".weight") in adapter.deltas

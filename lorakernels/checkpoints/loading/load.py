@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from lorakernels.checkpoints.base.expert_files import with_experts
 from lorakernels.checkpoints.base.file_names import Renamed, names_in_model
 from lorakernels.checkpoints.base.format import BLOCK, take_format
-from lorakernels.checkpoints.base.shards import Directory, Source
+from lorakernels.checkpoints.base.shards import Directory, TensorSource
 from lorakernels.checkpoints.base.skeleton import build, config_of, read_generation_config
-from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.sharded import ShardedWeights
-from lorakernels.checkpoints.loading.stages import OtherStages, Stages
-from lorakernels.checkpoints.loading.tensor import Split, TensorParts
+from lorakernels.checkpoints.loading.stages import OtherStages, StageMesh
+from lorakernels.checkpoints.loading.tensor import TensorParts, TensorSplit
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.experts.layer import LoRAExperts, restack
@@ -86,7 +86,7 @@ class Loaded:
 
 
 def load_quantized(
-    source: str | Path | Source,
+    source: str | Path | TensorSource,
     *,
     config: Any = None,
     model_class: Any = None,
@@ -110,7 +110,7 @@ def load_quantized(
     runs.
 
     Args:
-        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of
+        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `TensorSource` of
             tensors.
         config: transformers config; None reads `source`/config.json.
         model_class: e.g. LlamaForCausalLM; None asks AutoModelForCausalLM.
@@ -168,7 +168,7 @@ def load_quantized(
         )
     recipe = _recipe(lora, fp8)
     target = _device(device)
-    wanted, split = Stages.of(stages), Split.of(tp, vocabulary)
+    wanted, split = StageMesh.of(stages), TensorSplit.of(tp, vocabulary)
     group = _patient(mesh, wanted, split)
     together = nullcontext if group is None else partial(comm.together, group)
     with together():
@@ -179,7 +179,7 @@ def load_quantized(
         read_generation_config(model, source)
         files = with_experts(files, model, block)
         files = Renamed(files, names_in_model(model, files.tensors))
-        plan = Plan(model, files.tensors, lora, frozen, block, config)
+        plan = LoadPlan(model, files.tensors, lora, frozen, block, config)
         _check_layout(lora, mesh, offload, wanted or split)
         if embeddings and mesh is None:
             raise ValueError("embeddings=True needs a mesh, found None")
@@ -219,7 +219,7 @@ def load_quantized(
     return Loaded(model, report, state, *read, seconds, sharded, tuple(plan.left_out))
 
 
-def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:
+def _patient(mesh: Any, stages: StageMesh | None, split: TensorSplit | None) -> Any:
     """Collective: the group in which ranks wait for each other's reading; None for one process alone.
 
     Raises:
@@ -233,10 +233,13 @@ def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:
 
 
 def _check_layout(
-    lora: LoRAConfig | None, mesh: Any, offload: float | Offload, apart: Stages | Split | None
+    lora: LoRAConfig | None,
+    mesh: Any,
+    offload: float | Offload,
+    apart: StageMesh | TensorSplit | None,
 ) -> None:
     held = mesh is not None or as_offload(offload).fraction
-    name = "tp" if isinstance(apart, Split) else "stages"
+    name = "tp" if isinstance(apart, TensorSplit) else "stages"
     if apart is not None and held:
         then = "call shard_base after parallelize" if name == "tp" else "leave out mesh and offload"
         raise ValueError(
@@ -261,7 +264,7 @@ def _check_experts(model: nn.Module, apart: Any) -> None:
         )
 
 
-def _check_block(plan: Plan, recipe: Recipe) -> None:
+def _check_block(plan: LoadPlan, recipe: Recipe) -> None:
     if isinstance(recipe, BlockScaling) and plan.scales and plan.block != BLOCK:
         raise ValueError(
             f"the checkpoint's weight_block_size must be {BLOCK} under BlockScaling, found {plan.block}; "
@@ -305,8 +308,8 @@ class _Loader:
     def __init__(
         self,
         model: nn.Module,
-        files: Source,
-        plan: Plan,
+        files: TensorSource,
+        plan: LoadPlan,
         recipe: Recipe,
         places: _Places,
     ) -> None:

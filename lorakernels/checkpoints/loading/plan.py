@@ -21,7 +21,7 @@ from lorakernels.modules.model.frozen_targets import frozen_targets
 from lorakernels.modules.model.targets import match_saved, match_targets
 
 
-class Plan:
+class LoadPlan:
     """The place of each tensor of a checkpoint in a model, decided from headers alone.
 
     Attributes:

@@ -18,14 +18,14 @@ from lorakernels.parallel.pipeline.cut import Cut, stages_of
 from lorakernels.parallel.ranks.group import Ranks
 
 
-class Stages(NamedTuple):
+class StageMesh(NamedTuple):
     """What `load_quantized(stages=…)` takes: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
 
     mesh: Any
     chunks: int = 1
 
     @classmethod
-    def of(cls, stages: Any) -> Stages | None:
+    def of(cls, stages: Any) -> StageMesh | None:
         """`stages`: a mesh, (mesh, chunks), or None.
 
         Raises:
@@ -55,7 +55,7 @@ class OtherStages:
         TypeError, ValueError: as for `pipeline_parallel`.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: StageMesh, device: torch.device) -> None:
         ranks = Ranks(stages.mesh.get_group())
         places = places_of(model)
         self.cut = Cut(ranks, places, stages_of(places, ranks.size, stages.chunks))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.stand_ins import StandIns
 from lorakernels.config import BlockScaling, Recipe
 from lorakernels.modules.linear.frozen import quantize_weight
@@ -34,7 +34,7 @@ from lorakernels.values import Weight
 Part = tuple[slice, slice]
 
 
-class Split(NamedTuple):
+class TensorSplit(NamedTuple):
     """What `load_quantized(tp=…)` takes.
 
     Attributes:
@@ -47,7 +47,7 @@ class Split(NamedTuple):
     vocabulary: bool = False
 
     @classmethod
-    def of(cls, tp: Any, vocabulary: bool) -> Split | None:
+    def of(cls, tp: Any, vocabulary: bool) -> TensorSplit | None:
         """`tp`: a mesh, (mesh, plan), or None.
 
         Raises:
@@ -79,8 +79,8 @@ class TensorParts:
     def __init__(
         self,
         model: nn.Module,
-        split: Split,
-        plan: Plan,
+        split: TensorSplit,
+        plan: LoadPlan,
         recipe: Recipe,
         places: tuple[torch.device, Any],
     ) -> None:
