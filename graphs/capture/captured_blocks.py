@@ -16,11 +16,11 @@ from ..device.backend import Graph
 from ..interface.errors import CaptureError
 from ..interface.report import GraphReport, Report
 from ..plan.order import Step
-from ..plan.plan import Plan, make_plan
+from ..plan.plan import CapturePlan, make_plan
 from ..record.recorded_block import RecordedBlock
 from ..replay.block_graphs import BlockGraphs
 from ..replay.cursor import IterationProgress
-from ..replay.derived import Derived
+from ..replay.derived import DerivedVersions
 from ..replay.grads import GradMemory
 from ..replay.watch import LayerWatch
 from .capturer import Capturer
@@ -35,7 +35,7 @@ class CapturedBlock:
 
     block: RecordedBlock
     graphs: BlockGraphs
-    plan: Plan
+    plan: CapturePlan
     report: Report
     cpu_rng: Tensor
 
@@ -152,7 +152,9 @@ class CapturedBlocks:
         for index, layer in enumerate(layers):
             now = plain_attributes(layer.module)
             attributes = unchanged_attributes(block.attributes[index], now)
-            derived = Derived([layer.module])  # first: the watch has the addresses that it leaves
+            derived = DerivedVersions(
+                [layer.module]
+            )  # first: the watch has the addresses that it leaves
             watch = LayerWatch(layer.name, layer.module, attributes, states)
             for call in graphs.calls:
                 if call.layer == index:

@@ -23,10 +23,10 @@ from ..device.backend import Captured, Graph
 from ..interface.errors import CaptureError, hint_for
 from ..plan.call_spec import Key
 from ..plan.order import Direction, Step
-from ..plan.plan import Buffer, CallPlan, Plan
+from ..plan.plan import Buffer, CallPlan, CapturePlan
 from ..record.tracer import RecordedCall, Trace
 from ..replay.block_graphs import BlockGraphs
-from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
+from ..replay.buffers import CallInput, ExposedBuffer, InputGroup
 from ..replay.derived import renew_derived
 from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
@@ -65,7 +65,7 @@ class Capturer:
         self,
         layers: Sequence[Layer],
         trace: Trace,
-        plan: Plan,
+        plan: CapturePlan,
         graphs: BlockGraphs,
         grads: GradMemory | None,
         states: Sequence[Any] = (),
@@ -80,7 +80,7 @@ class Capturer:
         self._replaced = dict(replaced or {})
         self._memory: dict[int, Tensor] = {}  # by the buffer's index
         self._exposed: dict[int, ExposedBuffer] = {}
-        self._groups: dict[int, SharedInput] = {}
+        self._groups: dict[int, InputGroup] = {}
         self._running: dict[Key, _OpenCall] = {}
         self._phase = ("", "start")
 
@@ -245,7 +245,7 @@ class Capturer:
         self._memory[buffer.index] = memory
         way.static = distinct(self.backend.alias(memory))
         way.repeats = way.static.shape != memory.shape
-        group = self._groups[buffer.index] = SharedInput(f"input {way.path} of layer {layer!r}")
+        group = self._groups[buffer.index] = InputGroup(f"input {way.path} of layer {layer!r}")
         if sum(p.inputs.count(buffer) for p in self.plan.calls.values()) > 1:
             way.group = group
 

@@ -55,7 +55,7 @@ class Trace:
 
 
 @dataclass
-class _Iteration:
+class _TracedIteration:
     calls: dict[object, RecordedCall] = field(default_factory=dict)
     origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Tracer:
         self._device_type = device_type
         self._recomputed: set[int] = set()
         self._reentrant: set[int] = set()
-        self._now = _Iteration()
+        self._now = _TracedIteration()
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         signature = Signature((args, kwargs))
@@ -119,11 +119,11 @@ class Tracer:
 
     def discard(self) -> None:
         """Forget the iteration that is running."""
-        self._now = _Iteration()
+        self._now = _TracedIteration()
 
     def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Trace:
         """The trace of the iteration that ends. `microbatches` and `layers` number its calls."""
-        now, self._now = self._now, _Iteration()
+        now, self._now = self._now, _TracedIteration()
         key_of = {call: (layers[call], m) for call, m in microbatches.items()}
         specs, calls = {}, {}
         for call, recorded in now.calls.items():

@@ -23,7 +23,7 @@ def renew_derived(layer: nn.Module) -> list[Tensor]:
     return [x for owner in owners for x in owner.renew_derived()]
 
 
-class Derived:
+class DerivedVersions:
     """What the modules inside `layers` derived, by the versions of the tensors that it is derived from.
 
     A write through `.data` is not seen, as it leaves the tensor's version as it was.

@@ -19,9 +19,9 @@ from torch.autograd import Function
 from ..compare.signature import distinct, extension, number_types
 from ..interface.errors import ReplayError
 from ..plan.order import Step
-from .buffers import CallInput, ExposedBuffer, SharedInput
+from .buffers import CallInput, ExposedBuffer, InputGroup
 from .cursor import ReplayCursor
-from .derived import Derived
+from .derived import DerivedVersions
 from .grads import LayerGrads
 from .watch import LayerWatch
 
@@ -39,7 +39,7 @@ class GraphedCall:
     forward_graph: Any
     backward_graph: Any
     watch: LayerWatch
-    derived: Derived
+    derived: DerivedVersions
 
     def __init__(self, cursor: ReplayCursor, name: str, forward: Step, backward: Step) -> None:
         self.cursor, self.name, self.layer = cursor, name, forward.layer
@@ -66,7 +66,7 @@ class GraphedCall:
         self._copies: list[Any] = []
         self._chained: list[Any] = []
 
-    def prepare(self, watch: LayerWatch, derived: Derived, device_type: str) -> None:
+    def prepare(self, watch: LayerWatch, derived: DerivedVersions, device_type: str) -> None:
         """Sort, once, which check or copy each replay makes of which tensor."""
         self.watch, self.derived = watch, derived
         self._numbers = number_types(self.spec)
@@ -224,7 +224,7 @@ class GraphedCall:
             self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", actual
         )
 
-    def _refuse_group(self, expected: CallInput, group: SharedInput) -> NoReturn:
+    def _refuse_group(self, expected: CallInput, group: InputGroup) -> NoReturn:
         raise ReplayError(
             self.name,
             f"input {expected.path}",

@@ -16,7 +16,7 @@ from ..compare.attributes import Attributes, plain_attributes, unchanged_attribu
 from ..compare.signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 from ..device.backend import Backend, Graph
 from ..interface.errors import CaptureError, ReplayError, hint_for
-from ..replay.derived import Derived
+from ..replay.derived import DerivedVersions
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from .followers import Follower, following
 
@@ -45,7 +45,7 @@ class CapturedStep:
         self._specs = [TensorSpec.of(x) for x in signature.tensors]
         self._autocast = autocast_state(backend.device.type)
         self._watches: list[Watch] = []
-        self._derived: Derived | None = None
+        self._derived: DerivedVersions | None = None
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
         self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
@@ -95,7 +95,7 @@ class CapturedStep:
         before: Sequence[Attributes],
     ) -> None:
         """Take the present state of what the step uses as the expected one."""
-        self._derived = Derived(modules)  # first: watches have the addresses that it leaves
+        self._derived = DerivedVersions(modules)  # first: watches have the addresses that it leaves
         for index, module in enumerate(modules):
             attributes = unchanged_attributes(before[index], plain_attributes(module))
             name = f"modules[{index}]"
