@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Variables, parameters and fields are named by what they hold, not by how they came: `layers`, not `found`."""
+"""Variables, parameters and fields are named by what they hold, not by how they came: `layers`, not `found`.
+
+A class name has one meaning.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,17 @@ def offenders(package: str) -> list[str]:
 def test_names_say_what_they_hold() -> None:
     assert len(SOURCES) > 400
     assert offenders("") == []
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    files: dict[str, list[str]] = {}
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[1] not in PENDING:
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    files.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+    assert len(files) > 200
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
 
 
 @pytest.mark.parametrize("package", PENDING)
