@@ -121,7 +121,7 @@ class CapturedBlocks:
 
     @contextmanager
     def _on_all_ranks(self, phase: str) -> Iterator[None]:
-        """Inside, what one rank raises is raised on all, as a CaptureError on the others."""
+        """Inside, an exception on one rank is raised on all ranks, as a CaptureError on the other ranks."""
         raised: Exception | None = None
         try:
             with self._together():

@@ -106,7 +106,7 @@ _HINTS = (
 
 
 def hint_for(reason: str) -> str:
-    """What usually causes an error with this text; empty if nobody has seen it yet."""
+    """The usual cause of an error with this text; empty if it is unknown."""
     for signs, hint in _HINTS:
         if any(sign in reason for sign in signs):
             return hint

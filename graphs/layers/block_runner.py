@@ -21,7 +21,7 @@ class BlockRunner:
     """Replays the captured block that a call begins, and records a block that no graphs are for.
 
     Args:
-        blocks: what is captured.
+        blocks: the captured blocks.
         options: what new shapes do, and how many are captured.
         device: the layers' device type.
     """

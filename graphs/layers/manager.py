@@ -151,7 +151,7 @@ class GraphManager:
                 self.capture()
 
     def discard_iteration(self) -> None:
-        """Forget the iteration that is running, after an error or a skipped step; the next one starts anew."""
+        """Forget the iteration that is running, after an error or a skipped step; the next one starts afresh."""
         self.runner.discard_iteration()
         if self.phase == "recording":
             self._recorder.discard_iteration()
@@ -256,7 +256,7 @@ class GraphManager:
         return self._blocks.drop(keep_graphs)
 
     def reset(self) -> None:
-        """Drop all graphs and their memory, and record anew from the next iteration on."""
+        """Drop all graphs and their memory, and record again from the next iteration on."""
         if self.phase == "recording":
             self._stop_recording()
         self._drop()

@@ -22,7 +22,7 @@ from .tracer import Trace, Tracer
 
 @dataclass(eq=False)
 class RecordedBlock:
-    """Steps in their order, and the trace of their calls. `attributes`: those of the layers before the block ran."""
+    """Steps in their order, and the trace of their calls. `attributes`: the layers' attributes before the block ran."""
 
     order: Order
     trace: Trace

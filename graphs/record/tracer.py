@@ -24,7 +24,7 @@ class RecordedCall:
         inputs, outputs: the call and its result, without their tensors.
         sources: for each input tensor, (the call, the output) that it is; or the number of its group, if it comes from
             outside of the layers.
-        samples: the input tensors from outside, detached; None for the others. A capture warms up on their values.
+        samples: the input tensors from outside, detached; None for other inputs. A capture warms up on their values.
         autocast: whether autocast was on, and to which dtype.
         input_specs, output_specs: of the tensors.
     """

@@ -55,7 +55,7 @@ class ExposedBuffer:
 
 
 class InputGroup:
-    """Inputs of several calls that are one object: the first call copies it, and the others must get the same one."""
+    """Inputs of several calls that are one object. The first call copies it, and later calls must get the same one."""
 
     def __init__(self, first: str) -> None:
         self.ref: Callable[[], Tensor | None] = _nothing
@@ -77,7 +77,7 @@ class CallInput:
         self.group: InputGroup | None = None
         self.same_as = -1  # an earlier input of this call that is the same object
         self.origin: ExposedBuffer | None = None
-        self.expected: ExposedBuffer | InputGroup | None = None  # whose object it has to be
+        self.expected: ExposedBuffer | InputGroup | None = None  # it must be this one's object
 
     def like(self, x: Tensor) -> bool:
         """Whether `x` has the captured shape, strides, dtype, device and requires_grad."""

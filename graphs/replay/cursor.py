@@ -33,7 +33,7 @@ class IterationProgress:
 class ReplayCursor:
     """The next step of a captured block, and the buffers that eager code must have let go of before it.
 
-    The microbatches of `order` are those of one block. The first replayed iteration is the trial. In it every buffer is
+    `order` counts the microbatches of one block. The first replayed iteration is the trial. In it every buffer is
     handed out as a copy, and the cursor finds out which of them eager code keeps.
     """
 
@@ -43,7 +43,7 @@ class ReplayCursor:
         self.microbatches = order.num_microbatches
         self.repeats = max(1, progress.num_microbatches // self.microbatches)
         self.position = self.blocks = 0
-        # Chained buffers, each with the step after which nobody may have it
+        # Chained buffers, each with the last step at which eager code may hold it
         self.exposed: list[tuple[int, ExposedBuffer]] = []
         self.checks: list[list[ExposedBuffer]] = [[] for _ in order]
         self.trial, self.dropped = True, False
@@ -76,7 +76,7 @@ class ReplayCursor:
                 self.end_trial()
 
     def end_trial(self) -> None:
-        """From now on, buffers that nobody kept are handed out without a copy."""
+        """From now on, buffers that eager code did not keep are handed out without a copy."""
         self.trial = False
         for _, exposed in self.exposed:
             exposed.copy, exposed.version = exposed.kept, -1
@@ -103,7 +103,7 @@ class ReplayCursor:
         raise ReplayError(
             exposed.layer,
             exposed.name,
-            "nobody to hold it once the next layer has read it, as in the iteration after capture",
+            "no reference to it once the next layer has read it, as in the iteration after capture",
             "something that does (a variable, a list, an autograd graph of eager code); it is handed out as a copy "
             "from now on: discard_iteration() and repeat this one",
         )

@@ -138,7 +138,7 @@ class CapturedStep:
                 watch.refuse(changed)
 
     def check_grads(self) -> None:
-        """ReplayError unless the gradients are those of this graph."""
+        """ReplayError unless the gradients are the tensors of this graph."""
         for name, parameter, grad in self.grads:
             if parameter.grad is not grad:
                 expected, actual = (

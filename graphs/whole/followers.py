@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else must know that a captured step runs: objects whose own record, on the host, a replay makes untrue.
+"""Followers of a captured step: objects with a record on the host, which a replay would make untrue.
 
-Such an object calls `follow` when it is used. While a step is captured it becomes one of that step's followers. It is
-told of the capture's end and, from then on, of every replay.
+Such an object calls `follow` when it is used. While a step is captured, it becomes one of that step's followers. It
+gets a call at the capture's end and, from then on, before every replay.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def follow(follower: Follower) -> bool:
 
 @contextmanager
 def following() -> Iterator[list[Follower]]:
-    """The list of those that call `follow` inside; they are told when the context ends."""
+    """The list of the objects that call `follow` inside. The end of the context calls their `end_capture`."""
     global _now
     followers = _now = []
     failed = True
