@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--allow-exposed", action="store_true",
-        help="accept gathers and copies that take longer than the layers beside them",
+        help="accept gathers and copies that take longer than the layers they overlap with",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from lorakernels.planner.tensor import rows_exchanged
 from lorakernels.planner.time import BatchSize, whole_rows
 
 SLOTS = 2  # whole layers of a sharded base
-STAGES = 3  # of what is on the host: one in use, two on their way
+STAGES = 3  # device copies of weights that lie on the host: one in use, two on their way
 TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
 CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
 LOGITS = 10  # bytes of one of a part's: exp, its product with the factor, and that in bf16 (tensor/vocabulary.py)
@@ -29,9 +29,9 @@ FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/t
 class Placement:
     """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
 
-    What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together. With
-    `embeddings`, embedding and head are split over them, too, and whole while they are used. `optimizer` is over how
-    many GPUs AdamW's state is split, as ShardedAdamW does.
+    On one GPU no memory slot is needed. Over several GPUs, slots hold layers that are gathered for use. With
+    `embeddings`, embedding and head are split over them, too, and whole only while in use. `optimizer` is the number of
+    GPUs over which AdamW's state is split, as ShardedAdamW does.
     """
 
     ranks: int = 1
@@ -91,9 +91,9 @@ def bytes_of(
     placement: Placement,
     saves: Sequence[str],
 ) -> Bytes:
-    """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names.
+    """The peak bytes of a GPU. `saves` names what each layer keeps for backward, as in `fuse`.
 
-    `model` is the whole one. Where `batch.tp` GPUs hold layers together, each has its part.
+    `model` is the whole model. If `batch.tp` GPUs hold layers together, each has its part.
     """
     n, rho = placement.ranks, placement.offload
     whole, model = model, model.over(batch.tp)
@@ -132,11 +132,11 @@ def _optimizer(trained: int, ranks: int) -> int:
 def kept_of(model: ModelSize, batch: BatchSize, saves: Sequence[str]) -> int:
     """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
 
-    That is keys and values of all ranks: this rank's own lie with q in one block, and stay beside them. An adapted o
-    keeps the results of both chunks together, which attention of packed documents keeps one by one; with "full" it
-    keeps their bytes in FP8 alone. Layers that only keep their input keep neither.
+    That is the keys and values of all ranks. This rank's own keys and values lie with q in one block, which is kept as
+    well. An adapted o keeps the results of both chunks together; attention of packed documents keeps them one by one.
+    With "full" it keeps only their bytes in FP8. Layers that only keep their input keep neither.
 
-    Where `batch.tp` GPUs hold layers together, `model` is the whole one.
+    `model` is the whole model, also if `batch.tp` GPUs hold layers together.
     """
     return _kept(own_layers(model, batch), batch, saves)
 
@@ -153,10 +153,10 @@ def _kept(layers: Sequence[LayerSize], batch: BatchSize, saves: Sequence[str]) -
 
 
 def own_layers(model: ModelSize, batch: BatchSize) -> tuple[LayerSize, ...]:
-    """Layers whose bytes, by `fuse`'s count of `batch.tokens`, are those that a GPU keeps.
+    """One GPU's layers: `fuse` counts for them and `batch.tokens` the bytes that the GPU keeps.
 
-    Of split layers it has its heads and columns, for all tokens. What has the width of hidden states it has for its own
-    tokens: as many bytes as a part of the width for all. s of o and down counts as whole, which is R wide.
+    A GPU has its heads and columns of a split layer, for all tokens. It keeps hidden states only for its own tokens.
+    They take as many bytes as a part of the width for all tokens. s of o and down, R wide, counts as whole.
     """
     if batch.tp == 1:
         return model.layers
@@ -174,8 +174,8 @@ def saves_within(
 ) -> list[str] | None:
     """The fastest of `mixes` whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    `fuse` does not count all of them: `in_flight` microbatches, rows that ranks share, and what a backward needs, which
-    depends on the last layer's form.
+    This counts more than `fuse` does: `in_flight` microbatches, rows that ranks share, and the memory of a backward,
+    which depends on the last layer's form.
     """
     split, sizes, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
     for saves in mixes(layers, batch.tokens, ELEMENT, forms):
@@ -188,14 +188,14 @@ def saves_within(
 def _workspace(
     model: ModelSize, batch: BatchSize, saves: Sequence[str], split: Sequence[int]
 ) -> int:
-    """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
+    """Bytes between forward and backward, when all layers hold what they keep: the loss, or the last layer's backward.
 
-    A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
-    and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context/attention.py). Those that
-    read each other's memory have only the first of these.
+    A head that is split, the last of `split`, is whole at the loss. Ranks that share rows then have gradients of all
+    keys and values: of both chunks in 16 bits, their sum in fp32, and the sum ordered by rank (context/attention.py).
+    Ranks that read each other's memory have only the first of these.
 
-    Ranks that hold layers together have hidden states of their own tokens. At the loss each has all of them, and their
-    gradient (tensor/vocabulary.py). `model` is what a rank has.
+    Ranks that hold layers together have hidden states of their own tokens. At the loss each has all hidden states, and
+    their gradient (tensor/vocabulary.py). `model` is one rank's part.
     """
     hidden, tokens = ELEMENT * batch.rows * model.layers[-1].hidden, min(batch.tokens, CHUNK)
     loss = ELEMENT * tokens * model.vocabulary + sum(split[-1:])
@@ -209,8 +209,8 @@ def _workspace(
 def _layer(size: LayerSize, batch: BatchSize, form: str) -> int:
     """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps.
 
-    A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two. A gradient in
-    blocks has the transposed weight beside it.
+    A part of a layer has a gradient of h for all tokens, which ranks sum, and two more for its own tokens. A gradient
+    in blocks also needs the transposed weight.
     """
     save, tokens = form.removesuffix(AWAY), batch.tokens
     row = 4 * size.ffn

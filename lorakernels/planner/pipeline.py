@@ -4,10 +4,10 @@
     step    m · T + Σ T of the other stages + 2 (m + p − 2) sends        T: of the slowest stage, a microbatch
     bubble  1 − m · T / step; of p stages that take equally long, without sends, (p − 1) / (m + p − 1)
 
-The first term is the slowest stage's own work. The others fill and drain the pipeline once, before and after it. For
-equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021, §2.2). Sends are of hidden states and their gradients. All are counted, as over
-NCCL. By copy engines those of the first term run beside it.
+The first term is the slowest stage's own work. The other stages fill and drain the pipeline once, before and after
+it. For equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", 2021, §2.2). Sends carry hidden states and their gradients. All are
+counted, as over NCCL. With copy engines, the sends during the first term overlap with it.
 
 Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for
 each microbatch. All but the first stage receive hidden states in them, and all but the last receive their gradients.

@@ -4,7 +4,7 @@
 `ShardPlan.of` looks at every placement of the base: whole or sharded, with groups of each layer's weights on the host.
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
 shortest. What layers keep may wait in host memory, too. Of plans within 1 % of the shortest step, the one with the
-least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
+least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that it overlaps with.
 
 Context, tensor and pipeline parallel are given, not chosen: how many ranks share each row, hold each layer together, or
 have the layers as stages.
@@ -58,7 +58,7 @@ class ShardPlan:
     """How a model is trained, and what it takes. `print(plan)` shows all of it.
 
     Attributes:
-        machine: whose rates were taken.
+        machine: its rates were used.
         batch: of a microbatch, and how many GPUs share it.
         gpus: how many train.
         placement: over how many GPUs the base is sharded, the fraction of it in host memory, and whether embedding and
@@ -108,7 +108,7 @@ class ShardPlan:
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
             host_memory: bytes that may be pinned on the host, for all GPUs; 0 offloads nothing. None is the limit of
                 this process's control groups, and 0 if they set none.
-            allow_exposed: accept gathers and copies that take longer than the layers beside them.
+            allow_exposed: accept gathers and copies that take longer than the layers they overlap with.
 
         Raises:
             TypeError: the model is no transformers model or config.
@@ -188,7 +188,9 @@ def predict(
             parts += crossed.parts
             waits += crossed.waits
     split = placement.split(model)
-    arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
+    arrivals = max(
+        0, len(layers) - 2
+    )  # each way: when the direction changes, two layers are still gathered
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
     traffic = 2.0 if placement.ranks > 1 else placement.offload
     parts += KernelSeconds(
@@ -200,7 +202,7 @@ def predict(
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
-    # the embedding and the head, once each; nothing runs beside them
+    # the embedding and the head, once each; nothing overlaps with them
     both = sum(split[:1] + split[-1:])
     exposed += both * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
@@ -237,7 +239,7 @@ def _layer_time(
         (forward(size, batch, machine, save) + there.parts).seconds * factor,
         (backward(size, batch, machine, save) + back.parts).seconds * factor,
         gather,
-        # a GPU copies its own part from the host, which the others then gather
+        # a GPU copies its own part from the host; all GPUs then gather the parts
         placement.offload * (block / n / machine.host + gather),
         host_bytes(size, save, batch.tokens, ELEMENT) / machine.host,
         exchanged(size, batch, machine, save),
@@ -285,7 +287,7 @@ def candidates(
 
     Where none does, a plan for each that also splits embedding and head. `optimizer` is the placement's.
     """
-    # one GPU has nobody to split them with, and GPUs that hold layers together split them by tokens
+    # one GPU cannot split them, and GPUs that hold layers together split them by tokens
     can_split = [False, True] if gpus > 1 and batch.tp == 1 else [False]
     for embeddings in can_split:
         end = Placement(gpus // batch.tp, embeddings=embeddings, optimizer=optimizer)

@@ -13,7 +13,7 @@ from lorakernels.planner.time import BatchSize, LayerTime
 
 
 class Planned(Protocol):
-    """What of a ShardPlan is told."""
+    """The attributes of a ShardPlan that a report shows."""
 
     @property
     def batch(self) -> BatchSize: ...

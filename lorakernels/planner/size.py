@@ -52,9 +52,9 @@ class ModelSize:
         return tp > 1 and self.plain and self.vocabulary % tp == 0
 
     def over(self, tp: int) -> ModelSize:
-        """What one of `tp` GPUs has that hold each layer together, as `parallelize` cuts it.
+        """The part of one of `tp` GPUs that hold each layer together, as `parallelize` cuts it.
 
-        Projections by column have A whole, those by row B: Σ R · hidden numbers of a layer.
+        Each GPU has the whole A of column projections and the whole B of row projections: Σ R · hidden per layer.
         """
         if tp == 1:
             return self
@@ -81,7 +81,7 @@ class ModelSize:
             model: a config or a model. A model that has adapters keeps its own.
             lora: adapters of a config or of a model without any; None is r = 16 on all linear layers. The base has
                 blocks where the adapters' recipe is `BlockScaling`, else one scale for each tensor.
-            tp: GPUs that are to hold each layer together. Sizes are those of the whole model all the same.
+            tp: GPUs that are to hold each layer together. The sizes still describe the whole model.
 
         Raises:
             TypeError: `model` is neither.

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it takes that T GPUs hold each layer together: their exchanges of rows, beside products or in turn.
+"""The cost of T GPUs holding each layer together: their exchanges of rows, overlapped with products or in turn.
 
     column   forward gathers x8 and s        backward sums dx in bf16, and ds; dA is summed over all rows
     row      forward sums y in bf16, and s   backward gathers dy8 and ds; dB is summed over all rows
 
 A GPU has M/T of the M rows between split layers. Each exchange moves (T − 1) / T of all rows of the layer's width, in
-and out of each GPU, at the links' rate. What is beside a product is as in tensor/fused.py and ranks/exchange.py:
+and out of each GPU, at the links' rate. Overlapped exchanges follow tensor/fused.py and ranks/exchange.py:
 
-    gather   own rows are multiplied while copy engines bring the others'; exposed is what takes longer
-    sum      rows of others are multiplied first; each part goes while the next is computed, the own rows' last
+    gather   the GPU's own rows are multiplied while copy engines bring the other rows; only the excess is exposed
+    sum      rows for other GPUs are multiplied first, its own last; each part is sent while the next is computed
 
-A product in pieces takes more rounds of tiles. Rows travel beside it where `parallelize` lets them, by its own rule.
-What comes and goes also moves bytes in the GPU's own memory, as the gathers of a sharded base do. In turn, a wait for
-the others' signals counts as a kernel, and so does each copy. Beside a product all of these take what that rule has.
+A product in pieces takes more rounds of tiles. Exchanges overlap with it where the rule of `parallelize` allows it.
+Sending and receiving also moves bytes in the GPU's own memory, as the gathers of a sharded base do. In turn, each
+wait for signals and each copy counts as a kernel. Overlapped, they take the times of that rule.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Crossing(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One exchange of a split layer, beside its product or not.
+    """One exchange of a split layer, overlapped with its product or not.
 
     Attributes:
-        product: whose rows travel: gathered ones before it, summed ones behind it.
+        product: the GEMM that the exchange belongs to. Rows are gathered before it or summed after it.
         width: of the rows, in numbers.
         element: bytes of a number: 1 of gathered ones, 2 of summed ones.
         rank: R of the factor that travels along; 0 without an adapter.
@@ -81,7 +81,7 @@ class Exchange(NamedTuple):
         ]
 
     def is_beside(self, size: LayerSize, batch: BatchSize, machine: Machine) -> bool:
-        """Whether `parallelize` lets it run beside the product, on GPUs that read each other's memory."""
+        """Whether `parallelize` overlaps it with the product, on GPUs that read each other's memory."""
         if not size.fp8 or why_not_wgmma_gemm(HOPPER, *self.product.weight):
             return False
         gain = self.sent(batch) / (SUMMED if self.element > 1 else GATHERED)
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
         return gain > START + max(slower)
 
     def taken(self, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
-        """What it adds to the layer, whose product is counted at once already."""
+        """The cost that it adds to the layer. The undivided product is counted already."""
         cost = _beside if self.is_beside(size, batch, machine) else _in_turn
         small = 2 * (batch.tp - 1) * batch.rows * self.rank + (batch.tp - 1) * self.totals
         more = cost(self, size, batch, machine)
@@ -97,12 +97,14 @@ class Exchange(NamedTuple):
 
 
 def _in_turn(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
-    """Laid down, waited for, and read: nothing runs beside it."""
+    """Rows are written, waited for and read. Nothing overlaps."""
     local_bytes = batch.rows * exchange.width * exchange.element
     sent, barriers = exchange.sent(batch), 2
-    if exchange.element == 1:  # the own rows are laid down, and copied once more beside the others'
+    if (
+        exchange.element == 1
+    ):  # the GPU's own rows are written, then copied once more next to the received ones
         local, kernels = 4 * local_bytes, 2 + batch.tp
-    else:  # the others' rows are laid down; the own ones are read, and the sum is written
+    else:  # rows for other GPUs are written; its own are read, and the sum is written
         local, kernels = 2 * sent + (2 + exchange.added) * local_bytes, batch.tp
         barriers += 2 * bool(exchange.totals)  # gradients are an exchange of their own
     kernels += 3 * bool(exchange.rank) + 3 * bool(exchange.totals)
@@ -112,7 +114,7 @@ def _in_turn(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Mac
 def _beside(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
     """The product in pieces. Copy engines read and write the GPU's memory meanwhile.
 
-    Launches, signals and small copies take START, as in the rule by which rows travel beside products.
+    Launches, signals and small copies take START, as in the rule that decides about overlapping.
     """
     rate = machine.fp8_backward if exchange.product.backward else machine.fp8_forward
     n, k, m = exchange.product.cols, exchange.product.depth, batch.tokens
@@ -164,7 +166,7 @@ def _backward(size: LayerSize, batch: BatchSize) -> list[Exchange]:
 def crossings(
     size: LayerSize, batch: BatchSize, machine: Machine, form: str
 ) -> tuple[Crossing, Crossing]:
-    """What the exchanges of a layer's forward and of its backward add. `size` is what a GPU has of it.
+    """The cost of the exchanges in a layer's forward and in its backward. `size` is one GPU's part of the layer.
 
     "checkpoint" runs the forward again in backward, but for the last product and its sum.
     """
@@ -184,9 +186,9 @@ def crossings(
 
 
 def ends(model: ModelSize, batch: BatchSize, machine: Machine) -> Crossing:
-    """What a microbatch takes besides at the embedding, behind the last norm and at the loss. Nothing hides it.
+    """The cost for a microbatch of exchanges at the embedding, after the last norm and at the loss. Nothing hides it.
 
-    All-reduces of the embedding's rows and of their gradient at the head are torch's. `model` is what a GPU has.
+    torch all-reduces the embedding's rows, and their gradient at the head. `model` is one GPU's part.
     """
     if batch.tp == 1:
         return Crossing()
@@ -204,9 +206,9 @@ def ends(model: ModelSize, batch: BatchSize, machine: Machine) -> Crossing:
 
 
 def rows_exchanged(model: ModelSize, batch: BatchSize, machine: Machine) -> int:
-    """Bytes of the memory in which GPUs exchange rows: as `PeerRows` makes it, anew for each exchange that needs more.
+    """Bytes of the memory in which GPUs exchange rows. `PeerRows` allocates more for each exchange that needs more.
 
-    Older memory stays. `model` is what a GPU has.
+    Older memory stays allocated. `model` is one GPU's part.
     """
     held = most = 0
     for size in dict.fromkeys(model.layers if batch.tp > 1 else ()):

@@ -20,25 +20,25 @@ from lorakernels.planner.machine import Machine
 from lorakernels.planner.size import ELEMENT, ModelSize, projections, weights
 
 # Fitted to benchmarks/results/h200/decoder_layer_kernels.csv, as docs/plan.md says
-KERNEL = 1.5e-6  # seconds that a kernel takes beside its bytes
-GEMM = 3.5e-6  # seconds that a product takes beside its rounds
+KERNEL = 1.5e-6  # seconds that a kernel takes besides moving its bytes
+GEMM = 3.5e-6  # seconds that a product takes besides its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
 MERGE = (
     6  # bytes moved for each element of attention's result, or of dq, where two calls of it meet
 )
-# Seconds that an exchange among ranks of a row takes beside its bytes: two waits for all ranks, of 6.7 us, and 5 until
-# what others have is read. Of two H200's kernels where 4 MB are exchanged (docs/plan.md)
+# Seconds that an exchange among ranks of a row takes besides moving its bytes: two waits for all ranks, of 6.7 us, and
+# 5 us until remote rows are read. From the kernels of two H200s that exchange 4 MB (docs/plan.md)
 EXCHANGE = 18e-6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
-# Time of a product in blocks over that of one with a single scale. Forward: the geometric mean over the shapes of an
-# H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: that of five shapes, 1.22 beside fast sums
-# in one run (docs/facts.md, H59), times 0.92, as such products take 0.89 to 0.95 of those that split.
-# fp8_block_grad_input.csv beside fp8_grad_input.csv, split, has 1.10 without dropout and 1.16 where only the latter
-# reads a mask.
+# Time of a product in blocks ÷ time of a product with a single scale. Forward: the geometric mean over the shapes of an
+# H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: the mean of five shapes is 1.22 times fast
+# sums in one run (docs/facts.md, H59). Times 0.92, as fast sums take 0.89 to 0.95 of the time of split sums.
+# fp8_block_grad_input.csv ÷ fp8_grad_input.csv, split, is 1.10 without dropout and 1.16 where only the latter reads a
+# mask.
 BLOCK_FORWARD, BLOCK_BACKWARD = 1.16, 1.12
 REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
 
@@ -98,11 +98,11 @@ class KernelSeconds:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a layer in a step: its own, and of what comes for it and leaves it meanwhile.
+    """Seconds of a layer in a step: its own kernels, and copies to and from the GPU meanwhile.
 
-    `send` is of the activations that go to the host beside a forward, and come back beside a backward. `rows` is of
-    keys and values of the ranks that share rows, and of their gradients, both ways together. Nothing hides it. `split`
-    is what GPUs that hold the layer together wait for rows beyond their products, both ways together.
+    `send` is for activations, which go to the host during a forward and come back during a backward. `rows` is for keys
+    and values of the ranks that share rows, and for their gradients, both ways together. Nothing hides it. `split` is
+    how long GPUs that hold the layer together wait for rows after their products, both ways together.
     """
 
     forward: float
@@ -115,9 +115,9 @@ class LayerTime:
 
     @property
     def exposed(self) -> float:
-        """What gathers and copies of both directions take beyond the layer.
+        """Seconds that gathers and copies of both directions take longer than the layer.
 
-        Activations come back by the bus by which weights come; they leave the other way.
+        Activations come back in the direction in which weights come, and share its bandwidth. They leave in the other.
         """
         first = max(self.gather, self.copy, self.send)
         last = max(self.gather, self.copy + self.send)
@@ -219,14 +219,14 @@ def whole_rows(size: LayerSize, batch: BatchSize) -> int:
 
 
 def _laid_down(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
-    """Own keys and values are read, and written where the other ranks read them."""
+    """This rank's keys and values are read, and written where the other ranks read them."""
     if batch.ranks == 1:
         return KernelSeconds()
     return moved(machine, 2 * whole_rows(size, batch) / batch.ranks, 1)
 
 
 def _laid_down_by_rank(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
-    """Gradients of all keys and values are read, and written in fp32 for the ranks whose they are."""
+    """Gradients of all keys and values are read, and written in fp32 for the ranks that own them."""
     if batch.ranks == 1:
         return KernelSeconds()
     return moved(machine, 3 * whole_rows(size, batch), 1)
@@ -235,9 +235,9 @@ def _laid_down_by_rank(size: LayerSize, batch: BatchSize, machine: Machine) -> K
 def exchanged(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> float:
     """Seconds of a layer's exchanges among the n ranks that share rows; nothing hides them.
 
-    The forward receives the others' (n − 1) / n of keys and values. The backward sends as much of their gradients, in
-    fp32, which is twice the bytes (context/attention.py). "checkpoint" gathers again. The kernel that reads from the
-    others reads and writes its own GPU's memory meanwhile. Ranks wait for each other before and behind what they write.
+    The forward receives (n − 1) / n of keys and values from other ranks. The backward sends as much of their gradients,
+    in fp32, which is twice the bytes (context/attention.py). "checkpoint" gathers again. The kernel that reads remote
+    memory reads and writes its own GPU's memory meanwhile. Ranks wait for each other before and after they write.
     """
     if batch.ranks == 1:
         return 0.0
@@ -309,14 +309,14 @@ def head(model: ModelSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
 
 
 def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
-    """AdamW, or ShardedAdamW over several `ranks`, whose copies in and out of its buffer are of all gradients."""
+    """AdamW, or ShardedAdamW over several `ranks`, which copies all gradients into its buffer and out of it."""
     # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
     copied = 28 if ranks > 1 else 0
     return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 
 def stretched(parts: KernelSeconds, machine: Machine, waits: float = 0.0) -> float:
-    """How many times longer the kernels take than at the highest clock, which the power allows or does not.
+    """How many times longer the kernels take than at the highest clock, which the power limit may not allow.
 
     In `waits`, seconds between them, a GPU draws no more than kernels that move bytes.
     """
