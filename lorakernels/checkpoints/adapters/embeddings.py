@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's own embedding and output head in an adapter file. V is the vocabulary, the weights are [V, K].
 
-base_model.model.<path>.weight              of a model whose vocabulary is not the base's any more
+base_model.model.<path>.weight              of a model whose vocabulary was resized
 base_model.model.<path>.base_layer.weight   of a head under an adapter; PEFT always writes it
 
 PEFT puts them into the base when it loads the file, and so does `load_adapter`.
@@ -141,7 +141,10 @@ def put_embeddings(model: nn.Module, values: Mapping[str, Tensor], like: Like) -
 
 @torch.no_grad()
 def _put(module: nn.Module, name: str, value: Tensor) -> Callable[[], object]:
-    """Write `value`, and return what undoes it. An FP8 weight is quantized anew, the same base to the same bytes."""
+    """Write `value`, and return a function that undoes it.
+
+    An FP8 weight is quantized again. Equal bases give equal bytes.
+    """
     if name == "weight" and _is_fp8(module):
         names = (name, "weight_scale_inv")
         before = {k: v.clone() for k, v in module.state_dict().items() if k in names}
@@ -172,7 +175,7 @@ def resized_embeddings(
     has already is left out.
 
     Raises:
-        ValueError: the values are not on this rank, or not those of the base.
+        ValueError: the values are not on this rank, or differ from the base.
     """
     was = _resized_from(model, base)
     if was is None:

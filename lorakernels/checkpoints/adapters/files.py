@@ -72,11 +72,11 @@ def save_adapter(
 ) -> Path:
     """Write the adapter of `model` to the directory `path`, for `PeftModel.from_pretrained` to read.
 
-    A new directory appears with both files at once. In an existing directory, each file is written beside its
-    place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
-    crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
-    `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files are
-    those of one process.
+    A new directory appears with both files at once. In an existing directory, each file is written under a temporary
+    name, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
+    crash between the two renames leaves new weights with the old config. With sharded parameters, and after
+    `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files
+    equal the files of one process.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, it is
     the config's, or else "CAUSAL_LM" for a causal LM of transformers. After "olora" and "pissa" the file has twice the

@@ -76,7 +76,7 @@ def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def differing(model: nn.Module, initial: Mapping[str, Tensor]) -> list[str]:
-    """The names of `split_initial` whose values are not those of `model`, in the dtype of the model's."""
+    """The names in `initial` (from `split_initial`) whose values differ from the model's, compared in its dtype."""
     named = {clean_path(name): value for name, value in model.named_buffers()}
     return [
         name

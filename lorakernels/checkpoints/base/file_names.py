@@ -135,10 +135,10 @@ def _refuse(model: Any, strays: Collection[str]) -> None:
 
 
 def left_out(model: Any, config: Any, names: Iterable[str]) -> list[str]:
-    """Those of `names` that `model` may leave out, as transformers does.
+    """The `names` that `model` may leave out, as transformers does.
 
-    These are what models compute, what the model's class ignores by its own list, and, if the model is the text part
-    of a larger one, whole modules of the other parts.
+    These are tensors that models compute themselves, and tensors that the model's class ignores by its own list. If the
+    model is the text part of a larger one, modules of the other parts may be left out, too.
 
     Args:
         model: the model that is filled.

@@ -184,7 +184,7 @@ def of_input(name: str, tensors: Collection[str]) -> bool:
 
 
 def _parts(config: Any) -> Iterator[dict[str, Any]]:
-    """The dict of `config`, and those of all configs inside it."""
+    """The dicts of `config` and of all configs inside it."""
     values = config if isinstance(config, dict) else vars(config)
     yield values
     for name, part in values.items():
@@ -211,7 +211,7 @@ def _declared(config: Any, folder: Path | None) -> Iterator[tuple[str, dict[str,
 
 
 def _configs(config: Any, folder: Path | None) -> dict[str, Any]:
-    """{where it is: a config}, config.json first: it lies beside the weights."""
+    """{path: config} of the configs in the folder, config.json first."""
     configs = {"the model's config": config}
     if folder is not None and (path := folder / "config.json").is_file():
         configs = {str(path): _json(path), **configs}

@@ -144,7 +144,7 @@ class _Opened(NamedTuple):
 
 
 def _opened(base: Path) -> _Opened:
-    """Read configs and headers, and refuse what is not read here."""
+    """Read configs and headers, and refuse formats that are not supported."""
     files, config = Directory(base), config_of(base, None)
     block = take_format(files, config).block
     make = causal_lm(config, "merge_and_unload merges the adapter into a model in memory")

@@ -134,7 +134,7 @@ class MergePlan:
 def read_adapter(model: nn.Module, folder: Path, files: TensorSource) -> AdapterChanges:
     """Read the adapter in `folder` and check that it fits `model`, which may be on the meta device.
 
-    Adapters of experts are those of the tensors that `files`, the base, have of each expert.
+    An expert's adapter is split like its tensors in `files`, the base.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -176,7 +176,7 @@ def read_adapter(model: nn.Module, folder: Path, files: TensorSource) -> Adapter
 def _changed(
     model: nn.Module, embeddings: Mapping[str, Tensor], files: TensorSource
 ) -> dict[str, Tensor]:
-    """Those of the adapter file's `embeddings` that are not the base's in `files`, under all names of tied ones."""
+    """The adapter file's `embeddings` that differ from the base in `files`; a tied one under each of its names."""
     changed: dict[str, Tensor] = {}
     holders = holders_of(model)
     for name, value in embeddings.items():
@@ -195,7 +195,7 @@ def _changed(
 def _of_experts(
     config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: TensorSource
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Deltas of the files' tensors of each expert, whose adapters are taken out of `tensors`.
+    """The deltas of each expert's tensors in `files`. Removes the experts' adapters from `tensors`.
 
     Raises:
         ValueError: the files hold the experts of a layer in one tensor.
@@ -224,8 +224,9 @@ def _of_experts(
 def plan_merge(
     model: nn.Module, files: Renamed, adapter: AdapterChanges, block: tuple[int, ...], fp8: bool
 ) -> MergePlan:
-    """Plan the merge of `adapter` into the base in `files`, whose names are those of `model`, the base's model. It may
-    be on the meta device.
+    """Plan the merge of `adapter` into the base in `files`, which use the names of `model`, the base's model.
+
+    `model` may be on the meta device.
 
     Raises:
         ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or holds FP8

@@ -135,24 +135,24 @@ def load_quantized(
         embeddings: split the embedding and the head over the ranks of `mesh`, too, as for `shard_base`. Each rank has
             them whole while it loads.
         stages: a DeviceMesh of one axis, such as `mesh["pp"]`, or (mesh["pp"], chunks). This rank then reads its part
-            of the model, as `pipeline_parallel` over the same mesh cuts it, and no weight of the others. Collective.
+            of the model, as `pipeline_parallel` over the same mesh cuts it, and no other weights. Collective.
             `fuse` and `pipeline_parallel` follow, and all ranks must draw the same adapters. Give `lora`.
         tp: a DeviceMesh of one axis, such as `mesh["tp"]`, or (mesh["tp"], plan). This rank then reads its part of each
-            weight that `parallelize` over the same mesh splits, and all of the others. Collective. Give `lora`. The
-            model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
+            weight that `parallelize` over the same mesh splits, and every other weight whole. Collective. Give `lora`.
+            The model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
             vocabulary; fused layers need it.
         vocabulary: with `tp`, read this rank's rows of the embedding and of the output head alone. Both must be plain
             and frozen. Call `parallelize` with `vocabulary=True`, too.
 
-    With `mesh`, `stages` or `tp`, what one rank raises, all raise; those that did not find it raise ValueError and name
-    the rank.
+    With `mesh`, `stages` or `tp`, an exception on one rank is raised on all. The other ranks raise a ValueError that
+    names the rank.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if `lora`
-            starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
-            not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
-            of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
+            starts from the 16-bit weight ("olora", "pissa"), which is never loaded. Also if a weight is
+            not finite, a scale is negative, or a kind of quantization is not known. Also if the recipe is BlockScaling
+            and the checkpoint has blocks other than 128 × 128. Everything but the values is checked before the first
             value is read. With `tp`, a part that would end inside a block of a block-FP8 weight is such a case.
         ImportError: transformers is not installed.
     """
@@ -223,7 +223,7 @@ def _patient(mesh: Any, stages: StageMesh | None, split: TensorSplit | None) -> 
     """Collective: the group in which ranks wait for each other's reading; None for one process alone.
 
     Raises:
-        ValueError: both a pipeline's stages and split layers are asked for.
+        ValueError: both `stages` and `split` are given.
     """
     if stages is not None and split is not None:
         raise ValueError("tp does not go with stages yet: leave out one of them")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load what a rank of a pipeline has of a model, and none of the others' weights.
+"""Load the stages of one rank of a pipeline, and no weights of other stages.
 
 Until all is read, something else stands for a weight of another rank (stand_ins.py). So adapters are drawn as in one
 process.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's part of each weight that `parallelize` splits, and no byte of the others'.
+"""Read a rank's part of each weight that `parallelize` splits, and no byte of other ranks' parts.
 
     W [N, K] in bf16, one scale     amax of the part → largest amax of all ranks → the part's bytes, as of the whole
     W8 in blocks, all scales equal  the part's bytes
@@ -112,7 +112,7 @@ class TensorParts:
         return self._share(name, dim, size)
 
     def _rows_of_tokens(self, model: Any) -> dict[str, str]:
-        """{path of embedding and head: the tensor that is read for it}, whose rows become parts."""
+        """{path: name of the tensor that is read} of embedding and head. Each rank reads a part of their rows."""
         modules = {module: path for path, module in model.named_modules()}
         both = (model.get_input_embeddings(), model.get_output_embeddings())
         paths = [modules[module] for module in both]
@@ -171,12 +171,12 @@ class TensorParts:
         return scales[tuple(_in_blocks(part, block) for part, block in pairs)].contiguous()
 
     def keep(self, path: str, tensor: Tensor, dtype: torch.dtype, fp8: Any) -> Weight:
-        """Keep this rank's part of a weight that is held in FP8. Collective. Returns what stands for the whole.
+        """Keep this rank's part of a weight that is held in FP8. Collective. Returns a stand-in for the whole weight.
 
         Args:
             path: of the layer.
             tensor: the part as it was read.
-            dtype: that from which weights become FP8.
+            dtype: weights are rounded to it before they become FP8.
             fp8: the part of a block-FP8 weight with its `scales`, as convert.py reads it, or None.
 
         Raises:
