@@ -239,7 +239,7 @@ def read_data(
 
 
 def begin(session: Session, runtime: Runtime, adapted: Adapted, data: RunData) -> None:
-    """Say what the run will do, and write it beside its results."""
+    """Say what the run will do, and write that into its output folder."""
     trainer, options = session.trainer, session.options
     ranks, where = trainer.ranks, describe(trainer.device, trainer.ranks)
     with whole_model(adapted.model):

@@ -4,9 +4,9 @@
     fr: {data: [fr.jsonl], lr: 1.0e-4}
     de: {data: [de.jsonl, news.txt], eval_data: [de_test.jsonl], r: 8}
 
-A step trains every job on as many rows of its own. They are the segments of one batch (AdapterBatch), in the file's
-order. A job's gradient is that of the mean over its own tokens, and is clipped by its own norm. It trains as it would
-alone. An epoch passes over the longest job's rows once, and over those of the others as often as that takes.
+A step trains every job on equally many of its own rows. They are the segments of one batch (AdapterBatch), in the
+file's order. A job's gradient comes from the mean loss of its own tokens, and is clipped by its own norm, so that it
+trains as it would alone. An epoch passes over the longest job's rows once. Shorter jobs repeat theirs meanwhile.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _number(where: str, key: str, entries: Mapping[str, Any]) -> float | None:
 class JobRows:
     """The rows of several jobs, as `PackedRows`: number n stands for a row of each job.
 
-    To train, it is row n mod the job's length. With `once`, to evaluate, all numbers together have every row once, the
-    rows of a shorter job evenly spread and padding between them. `longest` is that of all jobs.
+    In training, that is row n mod the job's length. With `once`, for evaluation, every row occurs once over all
+    numbers. The rows of a shorter job are spread evenly, with padding between them. `longest` is over all jobs.
     """
 
     def __init__(self, by_job: Sequence[PackedRows], seq_len: int, once: bool = False) -> None:
@@ -141,13 +141,13 @@ class JobRows:
         return self.inputs / max(1, sum(map(len, self.by_job)) * self.seq_len)
 
     def only(self, index: int) -> JobRows:
-        """The rows of one job; the segments of the others are padding."""
+        """The rows of one job. The segments of all other jobs are padding."""
         nothing = PackedRows(self.by_job[0].tokens, self.by_job[0].no_spans(), self.seq_len)
         kept = [rows if i == index else nothing for i, rows in enumerate(self.by_job)]
         return JobRows(kept, self.seq_len, self.once)
 
     def numbers_of(self, rows: PackedRows, numbers: Sequence[int]) -> list[int]:
-        """The rows of one job that `numbers` stand for, fewer than `numbers` where the job has none."""
+        """The rows of one job that `numbers` stand for. There are fewer rows than numbers where the job has padding."""
         count, most = len(rows), len(self)
         if not self.once:
             return [n % count for n in numbers] if count else []
@@ -307,7 +307,7 @@ class JobsTrainer(Trainer):
         return loss
 
     def _clip(self, gradients: list[Tensor]) -> Tensor:
-        """Make each job's gradients those of its own tokens' mean, and clip them. Returns the norm of all."""
+        """Scale each job's gradients to the mean over its own tokens, and clip them. Returns the norm over all jobs."""
         norms = []
         most = self.options.max_grad_norm
         for number, job in enumerate(self.jobs):

@@ -2,8 +2,8 @@
 """Turn examples into token ids, and say which of them are trained.
 
     plain text   [BOS] text [EOS]                  all tokens
-    completion   [BOS] prompt completion [EOS]     those of the completion, and EOS
-    chat         as the chat template writes it    those of the assistant's messages
+    completion   [BOS] prompt completion [EOS]     the completion's tokens, and EOS
+    chat         as the chat template writes it    the tokens of the assistant's messages
 
 BOS and EOS are not added where the text brings its own. A chat template that marks what the assistant generates
 ({% generation %}) says itself which tokens are trained. Otherwise a message begins where the template ends when it
@@ -61,7 +61,7 @@ class Tokens:
 
     Attributes:
         tokenizer: of transformers.
-        train_on_inputs: train every token, also those of prompts and of other speakers.
+        train_on_inputs: train every token, including prompts and other speakers.
     """
 
     tokenizer: Any
@@ -72,7 +72,7 @@ class Tokens:
     ) -> Iterator[Encoded | RowError]:
         """The tokens of each example, and an error in the place of an example that the template refuses.
 
-        ``read`` is told how much of a text that stands alone, as a file may be one, has become tokens, from 0 to 1.
+        ``read`` reports progress within one long text, from 0 to 1, since a file may be a single text.
 
         Raises:
             DataError: the tokenizer lacks what the examples need.

@@ -98,8 +98,7 @@ def check_rows(data: RunData, ranks: RunRanks) -> None:
     """Collective: refuse data that differ between the ranks, such as of two machines with other files.
 
     Raises:
-        DataError: the tokens, a number of rows, or what attention is told of the longest document, are not those of
-            the first rank.
+        DataError: a rank's tokens, number of rows or longest document differ from the first rank's.
     """
     facts: dict[str, object] = {**data.identity}
     for kind, rows in (("training", data.train), ("held-out", data.held)):

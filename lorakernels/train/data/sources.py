@@ -78,13 +78,13 @@ def kind_of(path: Path) -> str:
 
 
 def _suffix(path: Path) -> str:
-    """The last suffix of a file's name, in small letters and without that of its compression."""
+    """The last suffix of a file's name, in small letters. A suffix for compression does not count."""
     suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
     return suffixes[-2] if suffixes[-1] in COMPRESSED else suffixes[-1]
 
 
 def find_sources(paths: Sequence[Path]) -> tuple[list[DataSource], list[str]]:
-    """The files that the entries of --data mean, and sentences about what was left out.
+    """The files that the entries of --data stand for, and sentences about files that were left out.
 
     Raises:
         DataError: a file is missing, empty, or of a kind that cannot be read.
@@ -106,9 +106,9 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[DataSource], list[str]]:
 
 
 def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The entries of --eval-data, and sentences about training data that lie beside held-out data and are left out.
+    """The entries of --eval-data, and sentences about training data in the same folders, which is left out.
 
-    An entry that holds both stands for its held-out data alone, the reverse of what an entry of --data stands for.
+    If a folder has training and held-out splits, --eval-data reads the held-out split and --data the training split.
 
     Raises:
         DataError: a folder has several splits of held-out data.

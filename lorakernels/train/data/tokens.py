@@ -66,7 +66,7 @@ class Rules:
     """How rows become tokens.
 
     Attributes:
-        train_on_inputs: train every token, also those of prompts and of other speakers.
+        train_on_inputs: train every token, including prompts and other speakers.
         skip_bad_rows: count rows that cannot be used instead of raising.
     """
 
@@ -209,7 +209,7 @@ def tokenize_files(
 ) -> TokenFile:
     """The tokens of the data, read from the cache if the same inputs were tokenized before.
 
-    ``progress`` is told (bytes of the files that became tokens, those of all files).
+    ``progress`` reports (bytes of files that became tokens, bytes of all files).
 
     Raises:
         DataError: a file or a row cannot be used; the message names file, line and field.
@@ -230,7 +230,7 @@ def tokenize_files(
 
 @contextlib.contextmanager
 def _one_writer(cache: Path) -> Iterator[None]:
-    """Hold the lock of a cache, a file beside it. It ends with the process, however that ends."""
+    """Hold the lock of a cache, a file in the same folder. It is released with the process, however that ends."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with cache.with_name(f".{cache.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

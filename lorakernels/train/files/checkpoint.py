@@ -86,8 +86,8 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 class Checkpoints:
     """The checkpoints of one output directory.
 
-    Only the last ``keep`` stay, and those of the steps ``best`` and ``way_back``. ``adapter`` writes the files that
-    PEFT opens.
+    Only the last ``keep`` stay, and the checkpoints of the steps ``best`` and ``way_back``. ``adapter`` writes the
+    files that PEFT opens.
     """
 
     def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:

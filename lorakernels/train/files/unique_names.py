@@ -10,7 +10,7 @@ from typing import Any
 
 
 class NameTwice(ValueError):
-    """A JSON object has a name twice. The text is JSON, but which value is meant nobody can tell."""
+    """A JSON object has a name twice. The text is valid JSON, but it is unclear which value is meant."""
 
 
 def twice(names: Iterable[str]) -> list[str]:

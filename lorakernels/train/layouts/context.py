@@ -62,8 +62,8 @@ def share_rows(model: nn.Module, ranks: RunRanks, device: torch.device) -> None:
 def own_part(batch: PackedBatch, context: ContextParallel | None, isolate: bool) -> PackedBatch:
     """This rank's tokens of a batch of whole rows; without a `context` all of them.
 
-    The documents' starts stay those of the whole rows. With `isolate` False a row is one document, and positions are
-    those in the row.
+    The documents' starts still count in whole rows. With `isolate` False a row is one document, and positions count
+    from the row's start.
     """
     if context is None:
         return batch

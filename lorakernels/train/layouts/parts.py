@@ -38,7 +38,7 @@ class RankPart(ABC):
 
     @classmethod
     def of(cls, model: nn.Module) -> Any:
-        """Those of this class that `model` has, or None."""
+        """The part of this class that belongs to `model`, or None."""
         parts = vars(model).get(_OF_MODEL)
         return parts if isinstance(parts, cls) else None
 

@@ -60,7 +60,7 @@ class PipelinePart(RankPart):
     def forward_backward(
         self, batches: Sequence[PackedBatch], items: Tensor, begins: Callable[[], None]
     ) -> Tensor:
-        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others.
+        """The step's loss of this replica, fp32 []. It is on the replica's first rank; its other ranks return 0.
 
         `begins` is called before each forward and backward of a microbatch.
         """
@@ -99,9 +99,9 @@ class PipelinePart(RankPart):
     def evaluate(
         self, rows: PackedRows, device: torch.device, progress: Observer = nobody
     ) -> Tensor:
-        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank.
+        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 except on its first rank.
 
-        ``progress`` is told the batches that were handed out, but for the last.
+        ``progress`` reports the batches that were handed out, except the last.
         """
         options, ranks, context = self.options, self.ranks, self.pipeline.context
         isolate = options.isolate_documents

@@ -57,7 +57,7 @@ class Isolation(NamedTuple):
 
 
 class Causality(NamedTuple):
-    """Relative differences of hidden states of rows that are one sequence each, as those of `Isolation`.
+    """Relative differences of hidden states, as in `Isolation`. Each row is one sequence.
 
     Attributes:
         later: change of first parts when the second parts of the rows were exchanged.
@@ -69,13 +69,13 @@ class Causality(NamedTuple):
 
 
 def check_same_layers(model: nn.Module, ranks: RunRanks) -> None:
-    """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
+    """Collective: refuse ranks whose layers differ, for example because one could not read them into FP8.
 
-    Of a pipeline each rank holds its stages alone, and is compared by what it holds: with the ranks of its stage, and
-    with one that has read the whole model.
+    In a pipeline each rank holds only its own stages. It is compared with the ranks that hold the same stages, and with
+    a rank that has read the whole model.
 
     Raises:
-        ModelError: a module's class, or a dtype in it, is not that of the first rank that holds it.
+        ModelError: a module's class, or a dtype in it, differs from the module on the first rank that holds it.
     """
     gone = {*PipelineParallel.elsewhere(model)}
     forms = {
@@ -98,7 +98,7 @@ def check_same_layers(model: nn.Module, ranks: RunRanks) -> None:
 
 
 def _and_above(path: str) -> list[str]:
-    """A module's path and those of the modules that it is in."""
+    """The paths of a module and of all modules that contain it."""
     names = path.split(".")
     return [".".join(names[: i + 1]) for i in range(len(names))]
 
@@ -117,7 +117,7 @@ def check_model(model: Any, isolate: bool | None = None) -> None:
     The results may differ by one rounding of that logit. The reason is that a head called with other strides sums in
     another order, in fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937, unless the config
     names them: then the head's logits are changed as the loss changes them. The largest is three times a named cap, so
-    that logits lie all along its curve, and three roundings are allowed: those of a quotient, a tanh and a product.
+    that logits lie all along its curve, and three roundings are allowed: for a quotient, a tanh and a product.
 
     *Rows.* See `isolation`, and `causality` where documents are not isolated. No difference may exceed the change that
     perturbed embeddings cause in the same rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an
@@ -272,7 +272,7 @@ def causality(model: Any) -> Causality:
 
 
 def _from_usual_call(model: Any, isolate: bool) -> float:
-    """By how much of their size hidden states of rows of one document differ from those of transformers' usual call."""
+    """Relative difference between hidden states of one-document rows and the same from transformers' usual call."""
     rows, (decoder, _) = _documents(model)[0].input_ids, decoder_and_head(model)
     usual = decoder(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
     packed = hidden_states(model, _whole_rows(rows), isolate).float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes beside its logs, in bytes, and whether the output's file system has room for it.
+"""What a run writes besides its logs, in bytes, and whether the output's file system has room for it.
 
 An adapter's numbers are fp32. A checkpoint has them, what the optimizer keeps for each of them, and the FP8 state.
 """

@@ -60,7 +60,7 @@ class ModelCounts:
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
-    """The peak that MFU is relative to, or a sentence that says why there is none; "" where nobody asks for one."""
+    """The peak that MFU is relative to, or a sentence that says why there is none; "" if there is no need for one."""
     if device.type != "cuda":
         return ""
     if dtype != torch.bfloat16:

@@ -159,8 +159,8 @@ def load_model(
 ) -> nn.Module:
     """The base model in ``dtype`` on ``device``, by transformers.
 
-    Every tensor must come from the directory, and every tensor there must be used. ``say`` is told of those that
-    transformers leaves out by its own lists. ``progress`` is told the bytes read of a base in block FP8.
+    Every tensor must come from the directory, and every tensor there must be used. ``say`` reports tensors
+    that transformers leaves out by its own lists. ``progress`` reports the bytes read of a base in block FP8.
 
     Raises:
         ModelError: a tensor is missing or has no place, or the model cannot be loaded.
@@ -360,7 +360,7 @@ def places_of(decoder: Any, batch: PackedBatch) -> dict[str, Any]:
 
 
 def places_over_ranks(batch: PackedBatch) -> dict[str, Any]:
-    """The arguments that say where this rank's tokens are, where ranks share rows. Starts are those of whole rows."""
+    """Arguments with the positions of this rank's tokens, where ranks share rows. Starts count in whole rows."""
     where: dict[str, Any] = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
     if batch.starts is not None and batch.longest is not None:
         where["max_length_q"] = batch.longest
@@ -394,7 +394,7 @@ def is_fused(decoder: Any) -> bool:
 
 
 def _dtype(decoder: Any, embedding: Any) -> torch.dtype:
-    """That of hidden states. A stage without the embedding has norms of its dtype."""
+    """The dtype of hidden states. In a stage without the embedding, the norms have it."""
     weight = getattr(embedding, "weight", None)
     if weight is None:
         frozen = (p for p in decoder.parameters() if p.is_floating_point() and not p.requires_grad)

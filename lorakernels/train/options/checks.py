@@ -88,7 +88,7 @@ def _check_needed(options: OptionValues) -> None:
 
 
 def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
-    """Raise OptionError if the files of `output` would be read as those of a folder among the `entries` of `name`."""
+    """Raise OptionError if a folder among the `entries` of `name` holds `output`: its files would be read as data."""
     for entry in entries:
         if is_searched(Path(entry)) and _is_within(output, entry, shown=True):
             raise OptionError(

@@ -50,7 +50,7 @@ class RunRanks:
     Attributes:
         rank: this process's number among all.
         size: the number of all processes.
-        local: this process's number among those of its machine.
+        local: this process's number on its machine.
         cp: how many ranks, `tp` apart, share each row. Such ranks are in one replica.
         pp: how many ranks, `size` / `pp` apart, have a model's stages. Such ranks are in one replica.
         tp: how many ranks after each other have a model's layers together. Such ranks are in one replica.
@@ -171,7 +171,7 @@ class RunRanks:
         return result
 
     def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
+        """Run `work` on rank 0 while all other ranks wait. If it raises, all ranks raise."""
         self.together(work if self.first else lambda: None)
 
     def from_all(self, value: _T) -> list[_T]:
@@ -233,7 +233,7 @@ def joined(device: torch.device) -> Iterator[RunRanks]:
 
 @cache
 def _free_groups_at_exit() -> None:
-    """Groups that only cycles keep, such as that of a run, end while Python still runs.
+    """Destroy process groups that only reference cycles keep alive, such as a run's, while Python still runs.
 
     `destroy_process_group` does not end a group's threads of gloo's. One that releases a work's tensors while Python is
     being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489). `lorakernels.parallel` ends

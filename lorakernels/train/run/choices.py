@@ -95,7 +95,7 @@ def attention_backend(
 ) -> tuple[str, str]:
     """The attention backend that a step's rows take, and why it is not cuDNN's graphs where those were faster.
 
-    The backend is asked with tensors of the rows' shapes, by which torch chooses, and with the tokens of the `longest`
+    torch chooses by shapes, so the question is asked with tensors of the rows' shapes. `longest`: tokens of the longest
     document.
 
     Raises:
@@ -137,7 +137,7 @@ def _window(model: Any, options: FinetuneOptions, longest: int) -> int | None:
 
 def _graphs(runtime: Runtime) -> str:
     if runtime.scope is None:
-        return f"none, every kernel is launched anew: {runtime.why_not}"
+        return f"none, every kernel is launched one by one: {runtime.why_not}"
     what = "whole steps" if runtime.scope == "step" else "layers"
     optim = runtime.options.optim
     why = "" if optim in CAPTURED_OPTIMS else f"; no graph of a whole step can hold {optim}"

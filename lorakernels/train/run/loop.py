@@ -98,7 +98,7 @@ class StepResult:
     seconds: float
     skipped: bool
     replayed: bool = False
-    stop: bool = False  # whether any rank was asked to stop
+    stop: bool = False  # whether any rank got a request to stop
 
 
 class Trainer:
@@ -411,7 +411,7 @@ def evaluate(
 ) -> float:
     """Mean token loss, in nats, on held-out rows. Each rank evaluates its share of the batches.
 
-    Evaluation draws no random number and changes no state. ``progress`` is told the batches of all ranks that were
+    Evaluation draws no random number and changes no state. ``progress`` reports the batches of all ranks that were
     handed out, without a wait for the device, and the last one when the loss is there.
     """
     device = next(model.parameters()).device

@@ -42,7 +42,7 @@ class Reporter:
         self.console.print(table)
 
     def phase(self, name: str, amount: Amount = in_bytes, every: int = 0) -> Phase:
-        """A phase, to be entered as a context and called with (done, total). `every` is that of Lines."""
+        """A phase, to be entered as a context and called with (done, total). `every`: see `Lines`."""
         if self.console.quiet:
             return Phase(name, amount)
         arguments = name, amount, every, self.say, self.clock

@@ -53,7 +53,7 @@ WARMUP = 3  # steps on real data before the capture
 
 
 def make_random_state(seed: int, replica: int, device: torch.device) -> PhiloxState:
-    """The dropout state of a replica. Its masks differ from those of the other replicas."""
+    """The dropout state of a replica. Each replica draws different masks."""
     states = model_parallel_states(seed, data_parallel_rank=replica, device=device)
     return states.get_states()["data-parallel-rng"]
 
@@ -353,7 +353,7 @@ class Runtime:
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
     """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
-    return f"{_refused(error)} and the step starts anew; to do without it: {instead}"
+    return f"{_refused(error)} and the step starts again; to do without it: {instead}"
 
 
 def _refused(error: ReplayError | OrderError) -> str:
