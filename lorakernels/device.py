@@ -25,9 +25,9 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 def capability(index: int) -> tuple[int, int]:
     """Compute capability that ops choose by for GPU `index`, e.g. (9, 0).
 
-    `LORAKERNELS_CAPABILITY=8.9` hides what needs more than 8.9: a newer GPU then runs an older one's implementations.
-    No implementation needs more than Hopper has. So a Hopper GPU may be told 10.0 or 12.0 as well, which hides what is
-    Hopper's alone. That is refused to newer GPUs: they have no wgmma.
+    `LORAKERNELS_CAPABILITY=8.9` hides implementations that need more: a newer GPU then runs as an older one.
+    No implementation needs more than Hopper has. So a Hopper GPU may also get 10.0 or 12.0, which hides implementations
+    for Hopper alone. Newer GPUs refuse 9.0: they have no wgmma.
 
     Raises:
         ValueError: the variable is not a number like 8.9, or names what this GPU cannot run.
@@ -143,7 +143,7 @@ def pin(address: int, size: int, device: torch.device, runtime: Any = None) -> i
 
     Args:
         address, size: of memory that outlives its pinning.
-        device: the GPU whose context is used; another one's would be made.
+        device: the GPU whose context is used, so that no other GPU gets one.
         runtime: has `cudaHostRegister`; None is torch's.
     """
     runtime = runtime or torch.cuda.cudart()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submodules as attributes of a package: `lorakernels.fusion.fuse` is imported when it is asked for."""
+"""Submodules as attributes of a package: `lorakernels.fusion.fuse` is imported at its first use."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _enable_hooks = LoraModel._enable_peft_forward_hooks
 
 
 def mend_hooks_of_calls() -> None:
-    """Let every LoraModel take the hooks of a call away at its end. A second time changes nothing."""
+    """Let every LoraModel remove the hooks of a call at its end. Calling this twice changes nothing more."""
     LoraModel._enable_peft_forward_hooks = _enabled_hooks
 
 

@@ -23,7 +23,7 @@ HOW = 'call generate with cache_implementation="static"'
 HOST = "layers of a sliding window, and others, count their tokens on the host: generate without a graph"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _IDLE = (
-    "transformers.utils.output_capturing",  # its hooks stay after hidden states were asked for
+    "transformers.utils.output_capturing",  # its hooks stay after a call that returned hidden states
     "lorakernels.modules.batch.input",  # they look at a shape, which is the graph's own
 )
 
@@ -90,7 +90,7 @@ class _TokenGraph:
         self.addresses: list[int] = []
         self.result: Any = None
 
-    # `generate` compiles a forward over a static cache, unless it is told not to
+    # `generate` compiles a forward over a static cache by default
     @torch.compiler.disable
     def __call__(self, *args: Any, **options: Any) -> Any:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
@@ -106,7 +106,7 @@ class _TokenGraph:
             for name in ("hidden_states", "attentions"):
                 if getattr(result, name, None) is not None:
                     raise ValueError(
-                        f"{name} must not be asked for: each token writes over the last one's"
+                        f"{name} must not be requested: each token overwrites the last one's"
                     )
             self.is_warm = is_token
             return result
@@ -146,7 +146,10 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-    """(what launches the graph of `run`, what `run` returned, which each launch writes anew). Nothing is computed."""
+    """(a function that launches the graph of `run`, the output of `run`).
+
+    Each launch overwrites that output. Nothing is computed here.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -144,7 +144,7 @@ class LoRAKernelsCallback(TrainerCallback):
     The rules of `attach` about shapes, microbatches and skipped steps apply. On a GPU, decoder layers whose shapes
     repeat are replayed as CUDA graphs, and other shapes run eagerly. Embedding, last norm, head and loss, clipping,
     the optimizer and evaluation always run eagerly. A run that Trainer resumes draws other masks than an uninterrupted
-    run. Fused layers then begin dy's FP8 scales anew, and over PEFT's checkpoints, which hold none, all do.
+    run. Fused layers then start with new FP8 scales of dy. After PEFT's checkpoints, which hold none, all layers do.
 
     Attributes:
         attached: what `attach` returned, while Trainer trains.

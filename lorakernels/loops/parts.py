@@ -94,7 +94,7 @@ def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
     if on_gpu and tensors and tensors[0].device.type != "cuda":
         return f"the model is on {devices[0]}: CUDA graphs need a GPU"
     if any(is_sharded(p) for p in tensors):
-        return "parameters are sharded (FSDP2), and gathered anew at each forward"
+        return "parameters are sharded (FSDP2), and gathered again at each forward"
     for index, layer in enumerate(layers):
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
             return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autocast asks of tensors on a kind of device. "meta" has no autocast, and torch raises if it is asked."""
+"""The dtype of autocast on a kind of device. "meta" has no autocast: torch raises for it, these functions do not."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from lorakernels.values import Groups
 
-GROUP_ROWS = 128  # at whose multiples a group begins
+GROUP_ROWS = 128  # a group begins at a multiple of it
 
 
 class Routing(NamedTuple):
-    """Which row is which token's.
+    """Which row holds which token.
 
     Attributes:
         groups: the experts' rows.

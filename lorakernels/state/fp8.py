@@ -171,8 +171,8 @@ class FP8State:
 
         With more than one rank in `group` (None is the world) and `reduce_amax` in the recipe, one all-reduce(MAX) of
         one row comes first. Without `reduce_amax`, `group` is not used. One update of both directions follows. All
-        ranks of `group` must call this, on states of the same names. A rank without new amaxes gets the others'
-        scales.
+        ranks of `group` must call this, on states of the same names. A rank without new amaxes gets the scales of
+        the other ranks.
 
         From the first call on, the automatic update is off. A second call without new amaxes in between changes
         nothing. A CUDA graph may capture this call. In a compiled function it is a graph break, so call it outside.
@@ -255,7 +255,7 @@ class FP8State:
         self._leader, self._seen = snapshot.leader, set(snapshot.seen)
 
     def to(self, device: torch.device | str) -> FP8State:
-        """Move in place. A state on "meta" has no values to copy, so it starts anew.
+        """Move in place. A state on "meta" has no values to copy, so it starts from new values.
 
         Raises:
             RuntimeError: the addresses are pinned and `device` is another one.

@@ -115,7 +115,7 @@ class PhiloxState:
     def advance(self, steps: int = 1) -> None:
         """Add `steps` to the offset on the device, without a host sync. Every site then draws new masks.
 
-        Call it after the iteration's last backward: a recomputation takes its slot anew and needs its forward's
+        Call it after the iteration's last backward: a recomputation takes its slot again and needs its forward's
         offset. Only the low 32 bits of the offset count, so masks of one nonce repeat after 2**32 steps.
         """
         self.tensor[1].add_(steps)

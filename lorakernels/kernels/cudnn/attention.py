@@ -189,7 +189,9 @@ def forward_fp8(form: Form, data: Tensor, factors: Tensor) -> tuple[Tensor, Tens
     heads, kv = form.heads, form.kv_heads
     out = torch.empty((*data.shape[:2], heads, form.dim), dtype=torch.uint8, device=data.device)
     stats = torch.empty((form.rows, heads, form.longest), dtype=torch.float32, device=data.device)
-    amaxes = torch.empty(2, 4, dtype=torch.float32, device=data.device)  # cuDNN's, read by nobody
+    amaxes = torch.empty(
+        2, 4, dtype=torch.float32, device=data.device
+    )  # cuDNN writes them; they are not read
     q, k, v = data.split([heads, kv, kv], 2)
     tensors = {
         TensorId.Q: q,

@@ -4,7 +4,7 @@
 A row of S tokens is 2n chunks of C. Rank r of n has chunks r and 2n − 1 − r (parallel/context/attention.py).
 
     side_by_side    k, v [B, Hk, 2C, D] of a rank → [B, 2C, 2 Hk, D]
-    in_order        that of every rank, in the memory of GPUs that this one can read → [B, S, 2 Hk, D]
+    in_order        the [B, 2C, 2 Hk, D] of every rank, in peer memory → [B, S, 2 Hk, D]
     layered         gradients of some ranges of the keys, added in fp32 → [n, B, 2C, 2 Hk, D], by rank
 
 Each element is read once and written once. torch's ops read and wrote keys and values five times, and gradients ten.

@@ -126,7 +126,7 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ) -> None:
-    """x8, and s = x A_gᵀ, of ROWS rows, which are copies of those of x that `rows` names."""
+    """x8 and s = x A_gᵀ, of ROWS rows. They are copies of the rows of x that `rows` names."""
     _scales(scale_inv, amaxes, kept, G, DELAYED, FP8_MAX)
     first = tl.program_id(0) * ROWS
     group = tl.load(group_of + first // _GROUP_ROWS)

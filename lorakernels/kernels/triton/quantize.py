@@ -217,7 +217,7 @@ def begin_quantizing(
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`begin`, then (this program's first tile, the state's scale, the scale to use), whose inverse is stored.
+    """Calls `begin`, and returns (first tile of this program, the state's scale, the scale to use). Stores its inverse.
 
     The state's scale is 0 where it has none. MEASURE: where it has one, the first tile is behind the last.
     """
@@ -341,7 +341,7 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options of a launch, beside num_warps.
+        """The options of a launch, besides num_warps.
 
         In blocks no MEASURE launch is in front, and programs start when the previous kernel has ended. Those that start
         early may crowd where multiprocessors come free first, and share all tiles there: SwiGLU behind itself took 75
