@@ -55,7 +55,7 @@ class Dropout(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Where a quantization takes its scale from, and where its amax goes.
+    """The source of a quantization's scale, and the destination of its amax.
 
     Attributes:
         state: fp32 [L + 1, n], an FP8 state of one direction: L rows of amax history, then the scales of n tensors.
@@ -111,7 +111,7 @@ class Groups(NamedTuple):
 
 
 class LogitChange(NamedTuple):
-    """What a model does to its head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
+    """The change of a head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
 
     Attributes:
         scale: a positive factor.

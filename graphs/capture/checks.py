@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer must not have, or do, to be captured."""
+"""Checks that a layer can be captured."""
 
 from __future__ import annotations
 

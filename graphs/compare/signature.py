@@ -42,7 +42,7 @@ def extension() -> ModuleType:
 
 
 class TensorSpec(NamedTuple):
-    """What a graph fixes of a tensor, besides its address. Strides count elements."""
+    """The properties of a tensor that a graph fixes, besides its address. Strides count elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

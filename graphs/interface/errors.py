@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph manager refuses. Each error names the layer, what was expected and what was found."""
+"""The errors of graph managers. Each names the layer, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReplayError(GraphError):
 
 
 def explain(error: BaseException) -> str:
-    """What an error of this package means and what to do about it."""
+    """An explanation of an error of this package, and what to do about it."""
     if isinstance(error, CaptureError):
         return f"{error}\nNothing was changed. The layers run eagerly until capture() succeeds."
     if isinstance(error, ReplayError):

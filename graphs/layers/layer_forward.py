@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for a captured layer's `forward`: it replays, runs the eager one, or refuses."""
+"""The replacement of a captured layer's `forward`: it replays, runs the eager one, or refuses."""
 
 from __future__ import annotations
 

@@ -284,7 +284,7 @@ class GraphManager:
             self.runner.suspended = self._recorder.paused = before
 
     def report(self) -> Report:
-        """What is captured, and what it takes."""
+        """The captured graphs, with their memory and time."""
         captured = self._blocks.captured
         if not captured:
             return Report(self.phase)
@@ -297,7 +297,7 @@ class GraphManager:
         )
 
     def explain(self, error: BaseException) -> str:
-        """What an error of this package means here and what to do about it."""
+        """An explanation of an error of this package here, and what to do about it."""
         return explain(error)
 
     def write_dot(self, folder: str) -> list[str]:

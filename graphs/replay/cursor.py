@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replay stands: in its block of steps, and in the iteration that is made of blocks."""
+"""The position of a replay: in its block of steps, and in the iteration that is made of blocks."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Watch:
         self._watch.add_attribute(owner, name, value)
 
     def describe(self, index: int) -> str:
-        """What `check` found at `index`, in words."""
+        """The difference that `check` found at `index`, in words."""
         try:
             self.refuse(index)
         except ReplayError as error:
@@ -62,7 +62,7 @@ class Watch:
         raise AssertionError(f"refuse({index}) did not raise")
 
     def refuse(self, index: int) -> None:
-        """Raise what `check` found at `index`."""
+        """Raise a ReplayError for the difference that `check` found at `index`."""
         if index < len(self._dicts):
             what, describe = self._dicts[index]
             raise ReplayError(self._layer, what, *describe(), True)

@@ -301,11 +301,11 @@ class StepGraph:
             self._suspended = before
 
     def report(self) -> Report:
-        """What is captured, and what it takes."""
+        """The captured graphs, with their memory and time."""
         return Report.of_shapes(self._reports) if self._reports else Report(self.phase)
 
     def explain(self, error: BaseException) -> str:
-        """What an error of this package means here and what to do about it."""
+        """An explanation of an error of this package here, and what to do about it."""
         return explain(error)
 
     def write_dot(self, path: str) -> None:

@@ -121,7 +121,7 @@ def _cost(op: str, implementation: str) -> str:
 
 
 def advice(facts: Facts) -> Iterator[str]:
-    """What to install or build, and what for: each a sentence with its command."""
+    """Advice on what to install or build, and why: a sentence with its command each."""
     gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
     if facts["extension"]["error"]:
         yield "The extension: `pip install --force-reinstall --no-deps lorakernels`, or `pip install .` in its sources."

@@ -78,7 +78,7 @@ CSRC_TILES = {
 
 @lru_cache(4096)
 def choose(problem: Problem, capability: tuple[int, int], multiprocessors: int) -> KernelConfig:
-    """The largest valid tiles of which there are enough; else the smallest.
+    """The largest valid tiles that give enough of them; else the smallest.
 
     Enough: one for each multiprocessor, or for every second one where two programs share one.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of a mixture's experts lie while these multiply them: sorted by expert, each from a multiple of 128.
+"""Rows of tokens sorted by a mixture's experts. Each expert's rows begin at a multiple of 128.
 
 Every size follows from the numbers of tokens and experts alone, so that the host asks the device for nothing.
 """

@@ -27,7 +27,7 @@ FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/t
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
+    """The placement of the layers' frozen base: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
 
     On one GPU no memory slot is needed. Over several GPUs, slots hold layers that are gathered for use. With
     `embeddings`, embedding and head are split over them, too, and whole only while in use. `optimizer` is the number of
@@ -77,7 +77,7 @@ class Bytes:
 
 
 def fractions(size: LayerSize) -> list[float]:
-    """What parts of a layer's base can be on the host, in order: none, and whole groups of weights of one input."""
+    """The fractions of a layer's base that can be on the host, in order. The weights of one input stay together."""
     groups = [n * k for n, k, _ in projections(size)]
     sets = (s for count in range(len(groups)) for s in combinations(groups, count))
     return sorted({sum(chosen) / sum(groups) for chosen in sets})
@@ -130,7 +130,7 @@ def _optimizer(trained: int, ranks: int) -> int:
 
 
 def kept_of(model: ModelSize, batch: BatchSize, saves: Sequence[str]) -> int:
-    """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
+    """Bytes that layers keep of a microbatch: `fuse`'s count, and the extra bytes of ranks that share rows.
 
     That is the keys and values of all ranks. This rank's own keys and values lie with q in one block, which is kept as
     well. An adapted o keeps the results of both chunks together; attention of packed documents keeps them one by one.

@@ -45,7 +45,7 @@ class Pipeline:
     Attributes:
         ranks, microbatches: p and m.
         layers: how many each stage has.
-        fullest: the stage of which a plan has the bytes.
+        fullest: the stage with the most bytes. A plan shows its bytes.
         bubble: the fraction of a step in which the slowest stage's rank waits.
     """
 
@@ -136,7 +136,7 @@ def stage(
     place: tuple[int, int, int],
     saves: Sequence[str],
 ) -> PlannedStage:
-    """What a stage takes, whether it fits or not. `place` is the stage's number, p and m."""
+    """The plan of one stage, whether it fits or not. `place` is the stage's number, p and m."""
     index, ranks, microbatches = place
     used = bytes_of(part, batch, machine, 1, Placement(), saves)
     received = buffers(batch, part, place)

@@ -65,7 +65,7 @@ class ShardPlan:
             head are split over these GPUs, too. Of layers that GPUs hold together, those with equal parts share them.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
-        layer: times of the layer of which most is exposed; of layers alike, the last one's. Of stages, of the fullest.
+        layer: times of the layer with most seconds exposed, the last of equal ones. With stages, of the fullest stage.
         step: seconds of one optimizer step.
         exposed: seconds of it that gathers and copies add.
         pipeline: how a step runs through stages; None without pipeline parallel. `bytes` are of the fullest stage then.
@@ -149,7 +149,7 @@ class ShardPlan:
 
     @property
     def memory_budget(self) -> int:
-        """What `fuse(memory_budget=…)` takes to choose `saves`, of all layers together: without stages.
+        """The `memory_budget` with which `fuse` chooses these `saves`, over all layers together: without stages.
 
         It is of whole layers: before `parallelize` cuts them.
         """
@@ -157,7 +157,7 @@ class ShardPlan:
 
     @property
     def offload_activations(self) -> bool:
-        """What `fuse(offload_activations=…)` takes to choose `saves`."""
+        """The `offload_activations` with which `fuse` chooses these `saves`."""
         return any(save.endswith(AWAY) for save in self.saves)
 
     def __str__(self) -> str:
@@ -172,7 +172,7 @@ def predict(
     placement: Placement,
     saves: Sequence[str],
 ) -> ShardPlan:
-    """What a choice takes, whether it fits or not. `model` is the whole one.
+    """The plan for a given choice, whether it fits or not. `model` is the whole model.
 
     A whole base on one GPU is one graph a step, all else graphs by layer.
     """

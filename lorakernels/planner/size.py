@@ -124,7 +124,7 @@ class ModelSize:
 
 
 def split_layer(size: LayerSize, tp: int) -> LayerSize:
-    """What one of `tp` GPUs has of a layer: some heads, and some columns between gate, up and down."""
+    """The part of a layer on one of `tp` GPUs: some heads, and some columns between gate, up and down."""
     return replace(
         size,
         ffn=size.ffn // tp,

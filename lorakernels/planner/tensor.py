@@ -39,7 +39,7 @@ HOPPER = (9, 0)
 
 
 class Crossing(NamedTuple):
-    """What exchanges add to a layer: kernels and copies of the GPU itself, and seconds in which it waits for others."""
+    """The cost of exchanges in a layer: kernels and copies of the GPU itself, and seconds of waiting for other GPUs."""
 
     parts: KernelSeconds = KernelSeconds()
     waits: float = 0.0
@@ -56,7 +56,7 @@ class Exchange(NamedTuple):
         width: of the rows, in numbers.
         element: bytes of a number: 1 of gathered ones, 2 of summed ones.
         rank: R of the factor that travels along; 0 without an adapter.
-        totals: bytes of the gradients that are summed over all rows besides.
+        totals: bytes of gradients that are also summed, over all rows.
         added: whether a residual is added to the sum.
     """
 
@@ -112,7 +112,7 @@ def _in_turn(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Mac
 
 
 def _beside(exchange: Exchange, size: LayerSize, batch: BatchSize, machine: Machine) -> Crossing:
-    """The product in pieces. Copy engines read and write the GPU's memory meanwhile.
+    """The product in pieces, while copy engines read and write the GPU's memory.
 
     Launches, signals and small copies take START, as in the rule that decides about overlapping.
     """
@@ -168,7 +168,7 @@ def crossings(
 ) -> tuple[Crossing, Crossing]:
     """The cost of the exchanges in a layer's forward and in its backward. `size` is one GPU's part of the layer.
 
-    "checkpoint" runs the forward again in backward, but for the last product and its sum.
+    "checkpoint" runs the forward again in backward, without the last product and its sum.
     """
     none = Crossing()
     if batch.tp == 1:

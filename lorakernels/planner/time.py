@@ -207,7 +207,7 @@ def _forward_rate(size: LayerSize, machine: Machine) -> float:
 
 
 def _carried(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
-    """What a copy of activations takes of the GPU's own bandwidth."""
+    """The kernel time of a copy of activations, which uses the GPU's own bandwidth."""
     return KernelSeconds(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
 
 
@@ -247,7 +247,7 @@ def exchanged(size: LayerSize, batch: BatchSize, machine: Machine, form: str) ->
 
 
 def _again(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
-    """The forward that "checkpoint" runs in backward: all of it but the last product."""
+    """The forward that "checkpoint" runs in backward, without the last product."""
     shape = (batch.tokens, size.hidden, size.ffn)
     last = gemm_seconds(shape, _forward_rate(size, machine), machine.processors)
     return forward(size, batch, machine, "full") + KernelSeconds(-last)
@@ -296,7 +296,7 @@ def _lora_backward(inputs: int, outputs: int, rank: int) -> KernelSeconds:
 
 
 def around(model: ModelSize, batch: BatchSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
-    """What a step does outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
+    """The work of a step outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
     return head(model, batch, machine) + adamw(model, machine, ranks)
 
 

@@ -62,7 +62,7 @@ class Meshes:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What `adapted_model` made.
+    """The result of `adapted_model`.
 
     Attributes:
         model: this rank's part of it, where ranks have parts.

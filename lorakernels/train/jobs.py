@@ -191,7 +191,7 @@ class JobRows:
         return PackedBatch(zeros, labels, zeros, segments, 0, starts, self.longest)
 
     def _starts(self, parts: Sequence[PackedBatch]) -> Tensor:
-        """Where documents begin in all rows; the tail is filled up with their number of positions."""
+        """The first position of each document, counted over all rows. The tail holds the number of positions."""
         starts_of_parts, offset = [], 0
         for part in parts:
             assert part.starts is not None

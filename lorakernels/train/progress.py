@@ -78,7 +78,7 @@ class Estimate:
             marks.popleft()
 
     def left(self, total: int) -> float | None:
-        """Seconds; None before two parts of the work were timed, of which the first does not count."""
+        """Seconds; None before two parts of the work were timed. The first part does not count."""
         if self._count < 3:
             return None
         (start, before), (stop, done) = self._marks[0], self._marks[-1]
@@ -112,7 +112,7 @@ class Phase:
         self.close()
 
     def start(self, done: int, total: int) -> None:
-        """What was done before, as in a run that goes on."""
+        """The amount that was done earlier, as in a resumed run."""
 
     def __call__(self, done: int, total: int) -> None:
         self.began = True

@@ -162,7 +162,7 @@ def _put(module: nn.Module, name: str, value: Tensor) -> Callable[[], object]:
 
 
 def is_same_base(weight: Tensor, value: Tensor) -> bool:
-    """Whether two weights are one base's, held in as many bits or in fewer."""
+    """Whether two weights come from the same base, in equal or different numbers of bits."""
     return torch.equal(weight, value.to(weight.dtype)) or torch.equal(weight.to(value.dtype), value)
 
 

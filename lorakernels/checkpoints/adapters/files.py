@@ -193,7 +193,7 @@ def _together(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Who hold parts or stages of `model`, and who share its rows."""
+    """The groups of ranks that hold parts or stages of `model`, or share its rows."""
     stages, context = PipelineParallel.of(model), ContextParallel.of(model)
     held = group_of(model) if stages is None else stages.ranks.group
     return [group for group in (held, context and context.ranks.group) if group is not None]
@@ -208,7 +208,7 @@ def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> Non
 
 
 class _Fitting(NamedTuple):
-    """What a file has for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
+    """The tensors of a file for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
 
     tensors: dict[str, Tensor]
     embeddings: dict[str, Tensor]

@@ -76,7 +76,7 @@ def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tens
 
 
 def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]:
-    """How PEFT's file holds the adapters of experts: of LoRAExperts, or of those that `config` will adapt."""
+    """How PEFT's file holds the adapters of experts: of LoRAExperts, or of experts that `config` will adapt."""
     if config is None:
         experts = experts_of(model, lambda layer: isinstance(layer, LoRALinear))
     else:

@@ -73,7 +73,7 @@ class ExpertPart(NamedTuple):
 
     Attributes:
         layer: ….mlp.experts.gate_up_proj.3
-        place, parts: it is the place-th of as many equal parts, one below the other.
+        place, parts: it is part `place` of `parts` equal ones, one below the other.
     """
 
     layer: str
@@ -82,7 +82,7 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(names: Iterable[str]) -> dict[str, ExpertPart]:
-    """{name of a weight in the files: its part}, of those that are of one expert."""
+    """{name in the files: its part} of the weights that belong to one expert."""
     parts = {}
     for name in names:
         match = _PART.fullmatch(name)

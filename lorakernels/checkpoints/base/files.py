@@ -13,7 +13,7 @@ from lorakernels.checkpoints.base.shards import Directory
 
 
 class BaseFiles:
-    """The directory of a base, of which configs and headers are read, and no value.
+    """The directory of a base. Only configs and headers are read, no values.
 
     Attributes:
         fp8: whether weights are in block FP8. Otherwise all are plain.

@@ -53,7 +53,7 @@ _SPARE = 1 << 24  # bytes to leave free for configs, tokenizer and the file syst
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_model` wrote.
+    """The result of `export_model`.
 
     Attributes:
         path: the directory of the merged model.

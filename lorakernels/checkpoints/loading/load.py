@@ -291,7 +291,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 class _Places(NamedTuple):
-    """Where values go: on `device`, in `shards` if there are any, and not for `others`.
+    """The destination of values: on `device`, in `shards` if there are any, and not for `others`.
 
     `parts` says what of a tensor is read.
     """

@@ -19,7 +19,7 @@ from lorakernels.parallel.ranks.group import Ranks
 
 
 class StageMesh(NamedTuple):
-    """What `load_quantized(stages=…)` takes: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
+    """The `stages` of `load_quantized`: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
 
     mesh: Any
     chunks: int = 1

@@ -35,7 +35,7 @@ Part = tuple[slice, slice]
 
 
 class TensorSplit(NamedTuple):
-    """What `load_quantized(tp=…)` takes.
+    """The arguments `tp` and `vocabulary` of `load_quantized`.
 
     Attributes:
         mesh: one dimension of a DeviceMesh.
@@ -180,7 +180,7 @@ class TensorParts:
             fp8: the part of a block-FP8 weight with its `scales`, as convert.py reads it, or None.
 
         Raises:
-            ValueError: the weight is not finite. ValueError also if another rank raised meanwhile.
+            ValueError: the weight is not finite, or another rank raised.
         """
         blocks = self._recipe if isinstance(self._recipe, BlockScaling) else None
         # a part that is one block has one scale [1, 1], which other ranks do not have
@@ -199,7 +199,7 @@ class TensorParts:
         return self._stand_ins.tensor(value, self._whole(path, value))
 
     def kept(self, name: str) -> Tensor:
-        """What `keep_plain` kept of the tensor `name`."""
+        """The part of the tensor `name` that `keep_plain` kept."""
         return self._read[name.removesuffix(".weight")].data
 
     def cut(self, model: nn.Module) -> None:

@@ -87,7 +87,7 @@ def is_built(form: Form, device: torch.device) -> bool:
 
 
 class Offsets(NamedTuple):
-    """Where packed sequences begin.
+    """The lengths and first elements of packed sequences.
 
     Attributes:
         lengths: int32 [N], tokens of each, or [2, N], queries and keys of each.

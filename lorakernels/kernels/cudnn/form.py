@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph of causal attention is, and its description for cuDNN (attention.py runs it)."""
+"""The form of a graph of causal attention, and its description for cuDNN (attention.py runs it)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ FACTORS = (
 
 
 class Form(NamedTuple):
-    """What a graph is built for.
+    """The shapes, dtype and options for which a graph is built.
 
     Attributes:
         rows: rows B, or packed sequences N.
@@ -86,7 +86,7 @@ class Form(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Of a row, or at most of a sequence."""
+        """Key tokens of a row, or at most of a sequence."""
         return self.longest_kv or self.longest
 
     @property

@@ -21,7 +21,7 @@ MAX_BLOCKS = 4
 TILE = 16  # rows of a program
 # The most rows of a program of several adapters: 9 µs, not 18, for eight of two projections of 14,336 rows on an H200.
 MOST_ROWS = 64
-ELEMENTS = 2048  # of a program of several adapters, of which registers hold all
+ELEMENTS = 2048  # of a program of several adapters; registers hold all of them
 
 
 def tile_of(adapters: int, columns: int) -> int:

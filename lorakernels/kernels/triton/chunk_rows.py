@@ -32,7 +32,7 @@ _WARPS = 8
 
 
 class Gradients(NamedTuple):
-    """Of the keys and values from token `begin` of each row on: dk, dv [B, Hk, T, D]. Columns lie side by side."""
+    """dk, dv [B, Hk, T, D] of the keys and values from token `begin` of each row on. Columns lie side by side."""
 
     begin: int
     dk: Tensor
@@ -118,7 +118,7 @@ def _in_order_kernel(  # type: ignore[no-untyped-def]
 
 
 def in_order(there: Sequence[Tensor], rank: int) -> Tensor:
-    """[B, S, …] in a row's order, of every rank's contiguous [B, 2C, …]. `rank` is the one that reads."""
+    """[B, S, …] in a row's order, from every rank's contiguous [B, 2C, …]. `rank` is the reading rank."""
     ranks, local = len(there), there[rank]
     out = local.new_empty((local.shape[0], ranks * local.shape[1], *local.shape[2:]))
     if out.numel() == 0:

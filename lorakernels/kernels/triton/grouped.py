@@ -97,7 +97,7 @@ def _scales(
     DELAYED: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ) -> None:
-    """Each group's scale_inv, also of those without rows."""
+    """Each group's scale_inv, also of groups without rows."""
     for g in tl.range(tl.program_id(0), G, tl.num_programs(0)):
         scale = _scale(amaxes, kept, g, DELAYED, FP8_MAX)
         tl.store(scale_inv + g, tl.div_rn(tl.full((), 1.0, tl.float32), scale))

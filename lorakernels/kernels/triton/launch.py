@@ -71,7 +71,7 @@ def _record(
 def _parameters(
     signature: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, int | float]]:
-    """What the code takes: "constexpr" was compiled into it."""
+    """The parameters that the code takes. A "constexpr" was compiled into it."""
     for name, kind in signature.items():
         if kind == "constexpr":
             continue

@@ -317,7 +317,7 @@ def decode_e4m3(byte: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Where a kernel leaves x8 and scale_inv, and what it reads the scale from.
+    """The tensors into which a kernel writes x8 and scale_inv, and from which it reads the scale.
 
     `power_of_two`, where it is given, asks for a scale of each 1 × 128. Then nothing is read, and `quantizes` is False.
     """

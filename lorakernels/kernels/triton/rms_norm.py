@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/rms_norm.py: a row of K in registers, one read of it.
 
-A program takes every so many-th row and keeps its amax until the end, so that few atomics meet at one address. The
+Of n programs, each takes every n-th row and keeps its amax until the end: few atomics meet at one address. The
 weight is read again for every row, from L1, which frees registers; the next row is loaded while this one is summed.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/swiglu.py: one read, one write, element by element.
 
-A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
-program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
+A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of the columns that share a
+scale. Of n programs, each takes every n-th tile and keeps its amax until the end: few atomics meet at one address.
 
 Where blocks of 128 columns get scales, a thread has many numbers of one block, and finds one scale for all of them
 (`quantize.columns_in_blocks`). A quotient, its inverse and what they need are some 40 instructions.

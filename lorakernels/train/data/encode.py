@@ -184,7 +184,7 @@ def _within(offsets: Sequence[Range], ranges: Sequence[Range]) -> Mask:
 
 
 def _common(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """What two lists of ranges have in common."""
+    """The intersection of two lists of ranges."""
     pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return [(start, stop) for start, stop in pairs if start < stop]
 
@@ -205,7 +205,7 @@ def _shared(text: str, other: str) -> int:
 
 
 def _core(message: dict[str, Any]) -> str:
-    """What of a message every template keeps: its content without thoughts, or the name of its tool."""
+    """The part of a message that every template keeps: its content without thoughts, or the name of its tool."""
     content = str(message.get("content") or "").rpartition("</think>")[2].strip()
     calls = message.get("tool_calls")
     return content or (str(calls[0]["function"]["name"]) if calls else "")
@@ -333,7 +333,7 @@ class Renderer:
         return min(_shared(full, prompt), _shared(other, prompt))
 
     def _stop(self, full: str, number: int, start: int) -> int:
-        """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
+        """The end of message `number` in `full`. Some templates write EOS after the last message only."""
         after = self.text(number + 1)
         for written in (after, after.removesuffix(self.tokenizer.eos_token or "")):
             if full.startswith(written):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row means: a text, a prompt with its completion, or a chat.
+"""The meaning of a row: a text, a prompt with its completion, or a chat.
 
     {"messages": [{"role", "content"}, …], "tools"}  a chat, as OpenAI and TRL write it
     {"conversations": [{"from", "value"}, …]}        a chat, as ShareGPT writes it
@@ -46,7 +46,7 @@ ALPACA_INPUT = (
 
 @dataclass(frozen=True)
 class Text:
-    """A document, of which every token is trained."""
+    """A document. Every token is trained."""
 
     where: str
     text: str
@@ -132,7 +132,7 @@ def example_of(row: Row, form: Format, template: bool) -> Example:
 
 
 def unread(row: Row, form: Format, example: Example) -> list[str]:
-    """The fields of a row, not empty, of which nothing is in the example."""
+    """The non-empty fields of a row that the example does not use."""
     read = (*form.keys, *form.more, *(CHAT_FIELDS if isinstance(example, Chat) else ()))
     left = (key for key, value in row.value.items() if key not in read and not is_empty(value))
     absent = tuple(key for key in read if key not in row.value)

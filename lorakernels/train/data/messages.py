@@ -120,7 +120,7 @@ def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
 
 
 def _content(row: Row, content: Any, field: str) -> str:
-    """Text, or a list of parts, of which each is text."""
+    """Text, or a list of text parts."""
     if not isinstance(content, list):
         return string_of(row, content, field)
     for part in content:

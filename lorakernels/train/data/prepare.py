@@ -117,7 +117,7 @@ def check_rows(data: RunData, ranks: RunRanks) -> None:
 
 
 def about_files(file: TokenFile) -> list[str]:
-    """A sentence for each file whose rows are not plain text, or of which rows were left out."""
+    """A sentence for each file that has rows other than plain text, or from which rows were left out."""
     lines = list(file.notes)
     for one in file.files:
         if one.format != PLAIN:

@@ -123,7 +123,7 @@ def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def _held_in(path: Path) -> list[Path]:
-    """What of an entry is held-out data by its name, if it has training data, too."""
+    """The parts of an entry that are held-out data by their names, if it has training data, too."""
     if (path / SPLITS).is_file():
         inside = [path / name for name in _splits(path)]
     else:
@@ -211,7 +211,7 @@ def check_kind(path: Path) -> None:
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of one file, in their order, and errors in the place of those that cannot be read."""
+    """The rows of one file, in their order. A row that cannot be read is replaced by an error."""
     return _READERS[kind_of(path)](path)
 
 
@@ -329,7 +329,7 @@ def _elements(file: _Text, start: int) -> Generator[Row | RowError, None, int]:
 
 
 def _broken(where: str, what: str) -> RowError:
-    """The last error of a file, of which no more can be read."""
+    """The last error of a file. Nothing after it can be read."""
     return RowError(f"{where}: {what}; nothing of the file behind it was read")
 
 
@@ -383,7 +383,7 @@ def _cells(path: Path, opening: Opened, delimiter: str) -> Rows:
 
 
 def _check_header(where: str, names: Sequence[str]) -> None:
-    """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
+    """Raise DataError for columns of one name, as a row could keep only one. Nameless columns are no fields."""
     if several := twice(filter(None, names)):
         raise DataError(
             f"{where}: there are several columns named {', '.join(map(repr, several))}: give each another name"

@@ -146,7 +146,7 @@ def _probes_of_tools(tools: list[Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _form_of_tools(chat: Chat) -> Hashable:
-    """What a template may go by when it leaves out the tools."""
+    """The values by which a template may decide to leave out the tools."""
     if not chat.tools:
         return None
     roles = [message["role"] for message in chat.messages]
@@ -155,7 +155,7 @@ def _form_of_tools(chat: Chat) -> Hashable:
 
 
 def _form(chat: Chat, number: int) -> Hashable:
-    """What a template may go by when it leaves out a field of a message."""
+    """The values by which a template may decide to leave out a field of a message."""
     message = chat.messages[number]
     before = chat.messages[number - 1]["role"] if number else None
     after = frozenset(later["role"] for later in chat.messages[number + 1 :])

@@ -76,7 +76,7 @@ class Rules:
 
 @dataclass
 class FileCounts:
-    """What one data file gave.
+    """The counts of one data file.
 
     Attributes:
         name: its path.

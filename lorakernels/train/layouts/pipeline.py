@@ -68,7 +68,7 @@ class PipelinePart(RankPart):
         return loss if self.ranks.first_of_replica else torch.zeros_like(loss)
 
     def summed_loss(self, batches: Sequence[PackedBatch]) -> Tensor:
-        """Sum of the token losses of so many batches as the pipeline has microbatches, of this rank's tokens each."""
+        """Sum of the token losses of `batches`, this rank's tokens of each of the pipeline's microbatches."""
         device = batches[0].labels.device
         return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
 
@@ -181,7 +181,7 @@ class PipelinePart(RankPart):
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Who shares what under `--pp N`: `mesh` of the stages, and `groups`, of the stages and of who has this rank's."""
+    """The ranks under `--pp N`: `mesh` over the stages, and `groups` over the stages and over equal ones."""
 
     mesh: DeviceMesh
     groups: list[Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes besides its logs, in bytes, and whether the output's file system has room for it.
+"""The bytes that a run writes besides its logs, and whether the output's file system has room for it.
 
 An adapter's numbers are fp32. A checkpoint has them, what the optimizer keeps for each of them, and the FP8 state.
 """
@@ -30,7 +30,7 @@ class Written:
 
 @dataclass(frozen=True)
 class TrainedSize:
-    """What is trained of each adapter: numbers, and the tensors that hold them. `merged`: bytes of a merged model."""
+    """The trained part of each adapter: how many numbers, in how many tensors. `merged`: bytes of a merged model."""
 
     numbers: int
     tensors: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a path is that is no folder of a model, and what to give instead."""
+"""Explains a path that is no folder of a model, and names the path to give instead."""
 
 from __future__ import annotations
 

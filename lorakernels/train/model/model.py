@@ -260,7 +260,7 @@ def _dequantized(
 
 
 def not_read(names: Sequence[str]) -> str:
-    """What a report says of tensors that were left out."""
+    """The sentence of a report about tensors that were left out."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"not read, since the model does not compute with them: {', '.join(names[:3])}{more}"
 

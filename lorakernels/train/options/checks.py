@@ -98,7 +98,7 @@ def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
 
 
 def _check_jobs(options: OptionValues) -> None:
-    """What several adapters in one batch do not go with."""
+    """Refuse options that do not go with several adapters in one batch."""
     for name, alone in WITH_JOBS.items():
         setting = getattr(options, name)
         if setting not in (alone if isinstance(alone, tuple) else (alone,)):
@@ -143,7 +143,7 @@ def _check_choices(options: OptionValues) -> None:
 
 
 def _check_ends(options: OptionValues) -> None:
-    """What ends a run, or brings it back, needs evaluations or checkpoints."""
+    """Refuse options that end a run, or go back to a checkpoint, without the evaluations or checkpoints they need."""
     if (names := options.needs_held_out()) and not (options.eval_fraction or options.eval_data):
         raise OptionError(
             f"{names[0]} reads a held-out loss: eval_fraction is 0 and there is no eval_data"
@@ -218,7 +218,7 @@ def _check_runtime(options: OptionValues) -> None:
 
 
 def _check_context(options: OptionValues) -> None:
-    """What rows over several ranks do not have."""
+    """Refuse options that rows shared by several ranks do not support."""
     if options.cp == 1:
         return
     if options.seq_len % (2 * options.cp):
@@ -248,7 +248,7 @@ WITH_PP = {
 
 
 def _check_pipeline(options: OptionValues) -> None:
-    """What stages of a model do not have."""
+    """Refuse options that pipeline stages do not support."""
     if options.pp == 1:
         return
     _check_beside(options, "pp", WITH_PP)
@@ -270,7 +270,7 @@ WITH_TP = {
 
 
 def _check_tensor(options: OptionValues) -> None:
-    """What layers over several ranks do not have."""
+    """Refuse options that layers split over several ranks do not support."""
     if options.tp == 1:
         if not options.sequence_parallel:
             raise OptionError("sequence_parallel is for tp above 1: drop --no-sequence-parallel")
@@ -293,7 +293,7 @@ def _check_beside(options: OptionValues, parallel: str, allowed: Mapping[str, An
 
 
 def _check_recipe(options: OptionValues) -> None:
-    """What block scaling does not have."""
+    """Refuse options that block scaling does not support."""
     if options.fp8_recipe != "block":
         return
     if not options.fp8:

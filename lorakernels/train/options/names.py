@@ -119,7 +119,7 @@ def near(name: str, options: Collection[str]) -> list[str]:
 
 
 def why_absent(name: str, options: Collection[str], absent: Mapping[str, str]) -> str | None:
-    """What `absent`, {name: why not}, says of the name that `name` most likely is. None: it is nearer to an option."""
+    """The reason in `absent`, {name: why not}, for the name closest to `name`. None if an option is closer."""
     closest = difflib.get_close_matches(name, [*options, *OURS, *absent], 1, 0.8)
     return absent.get(closest[0]) if closest else None
 

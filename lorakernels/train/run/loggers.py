@@ -27,7 +27,7 @@ STEP = "train/global_step"
 
 
 class Logger(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 

@@ -170,7 +170,7 @@ class Trainer:
         return StepResult(value, norm_value, lr, rows.inputs, seconds, skipped, replayed, stops > 0)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps, by name."""
+        """The parameters that the optimizer steps, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _ratio(self, name: str) -> float:

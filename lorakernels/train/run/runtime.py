@@ -307,7 +307,7 @@ class Runtime:
             self._say(str(self.manager.report()).split("\n")[0])
 
     def start_anew(self) -> None:
-        """Drop what was captured. Graphs are captured again after as many warm-up steps as at the start."""
+        """Drop the captured graphs. They are captured again after as many warm-up steps as at the start."""
         scope = self.scope
         self.close()
         self.replayed, self.replay_from = False, None
