@@ -99,18 +99,18 @@ def _find(name: str) -> Any:
 
 def _import(name: str) -> Any:
     try:
-        found = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        attribute = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
         if "torch" in sys.modules:
             import_module(f"{__name__}.autograd")  # it registers the ops
     except AttributeError as error:  # `from lorakernels import ...` would drop its text
         raise ImportError(f"cannot import {name!r} from {__name__!r}: {error}") from error
-    globals()[name] = found
-    return found
+    globals()[name] = attribute
+    return attribute
 
 
 def _unknown(name: str, asked_by: str) -> Exception:
     """An error that says the right name for one that differs in its capitals, as PEFT's LoraConfig does."""
-    meant = next((known for known in __all__ if known.casefold() == name.casefold()), None)
+    meant = next((public for public in __all__ if public.casefold() == name.casefold()), None)
     text = f"module {__name__!r} has no attribute {name!r}"
     if meant is not None:
         text += f": here it is {meant}"

@@ -54,9 +54,9 @@ class MMParams:
     use_split_accumulator: bool = True
 
     def __post_init__(self) -> None:
-        found = self.use_split_accumulator
-        if not isinstance(found, bool):
-            raise TypeError(f"MMParams.use_split_accumulator must be True or False, got {found!r}")
+        split = self.use_split_accumulator
+        if not isinstance(split, bool):
+            raise TypeError(f"MMParams.use_split_accumulator must be True or False, got {split!r}")
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class DelayedScaling:
                 f"{getattr(recipe, '__name__', kind)}: no other kind of scaling keeps an amax history"
             )
         for name, possible in _TE_ONLY.items():
-            found = getattr(recipe, name, possible)
-            if found != possible:
-                raise _unexpected(cls.__name__, name, found, repr(possible))
+            setting = getattr(recipe, name, possible)
+            if setting != possible:
+                raise _unexpected(cls.__name__, name, setting, repr(possible))
         values = {name: getattr(recipe, name) for name in fields}
         values["fp8_format"] = getattr(values["fp8_format"], "name", values["fp8_format"])
         for name in GEMM_FIELDS:  # TE's class lacks them, but its GEMMs follow a subclass's
@@ -190,27 +190,27 @@ class BlockScaling:
                 f"{getattr(recipe, '__name__', type(recipe).__name__)}"
             )
         for name, possible in _TE_BLOCKS.items():
-            if (found := getattr(recipe, name, possible)) != possible:
-                raise _unexpected(cls.__name__, name, found, repr(possible))
+            if (setting := getattr(recipe, name, possible)) != possible:
+                raise _unexpected(cls.__name__, name, setting, repr(possible))
         power = getattr(recipe, _TE_QUANT[0]).power_2_scale
         for name in _TE_QUANT:
             params = getattr(recipe, name)
             if params.amax_epsilon != 0.0:
                 raise _unexpected(cls.__name__, f"{name}.amax_epsilon", params.amax_epsilon, "0.0")
             if params.power_2_scale != power:
-                found, expected = params.power_2_scale, f"{power!r}, as {_TE_QUANT[0]}'s"
-                raise _unexpected(cls.__name__, f"{name}.power_2_scale", found, expected)
+                setting, expected = params.power_2_scale, f"{power!r}, as {_TE_QUANT[0]}'s"
+                raise _unexpected(cls.__name__, f"{name}.power_2_scale", setting, expected)
         return cls(getattr(recipe.fp8_format, "name", recipe.fp8_format), power)
 
     def to_te(self) -> Any:
         """The same recipe as a `transformer_engine.common.recipe.Float8BlockScaling`. Imports Transformer Engine."""
         from transformer_engine.common import recipe
 
-        found = recipe.Float8BlockScaling(fp8_format=recipe.Format[self.fp8_format])
+        made = recipe.Float8BlockScaling(fp8_format=recipe.Format[self.fp8_format])
         for name in _TE_QUANT:  # no fields of TE's dataclass: its constructor does not take them
             quant = recipe.QParams(power_2_scale=self.power_2_scale, amax_epsilon=0.0)
-            setattr(found, name, quant)
-        return found
+            setattr(made, name, quant)
+        return made
 
     @property
     def backward_dtype(self) -> torch.dtype:

@@ -25,32 +25,32 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for all GPUs
 def capability(index: int) -> tuple[int, int]:
     """Compute capability that ops choose by for GPU `index`, e.g. (9, 0).
 
-    `LORAKERNELS_CAPABILITY=8.9` hides what needs more than 8.9: a newer GPU then runs an older one's implementations.
-    No implementation needs more than Hopper has. So a Hopper GPU may be told 10.0 or 12.0 as well, which hides what is
-    Hopper's alone. That is refused to newer GPUs: they have no wgmma.
+    `LORAKERNELS_CAPABILITY=8.9` hides implementations that need more: a newer GPU then runs as an older one.
+    No implementation needs more than Hopper has. So a Hopper GPU may also get 10.0 or 12.0, which hides implementations
+    for Hopper alone. Newer GPUs refuse 9.0: they have no wgmma.
 
     Raises:
         ValueError: the variable is not a number like 8.9, or names what this GPU cannot run.
     """
-    own, wanted = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
-    if not wanted:
-        return own
-    found = re.fullmatch(r"(\d+)\.(\d)", wanted)
-    asked = (int(found[1]), int(found[2])) if found else None
-    if asked is None or not _can_run(own, asked):
-        has = f"{own[0]}.{own[1]}"
-        expected = "like 8.0 or 12.0" if own >= NEEDED else f"up to this GPU's {has}, like 8.0"
-        if own[0] > NEEDED[0]:
+    actual, text = torch.cuda.get_device_capability(index), os.environ.get(AS_ON)
+    if not text:
+        return actual
+    match = re.fullmatch(r"(\d+)\.(\d)", text)
+    wanted = (int(match[1]), int(match[2])) if match else None
+    if wanted is None or not _can_run(actual, wanted):
+        has = f"{actual[0]}.{actual[1]}"
+        expected = "like 8.0 or 12.0" if actual >= NEEDED else f"up to this GPU's {has}, like 8.0"
+        if actual[0] > NEEDED[0]:
             expected += f", but not Hopper's own 9.0, which {has} cannot run"
-        raise ValueError(f"{AS_ON} must be a compute capability {expected}, found {wanted!r}")
-    return asked
+        raise ValueError(f"{AS_ON} must be a compute capability {expected}, found {text!r}")
+    return wanted
 
 
-def _can_run(own: tuple[int, int], asked: tuple[int, int]) -> bool:
-    """Whether a GPU of `own` has what implementations for `asked` need."""
-    if asked[0] == NEEDED[0]:
-        return own[0] == asked[0] and asked <= own
-    return asked <= own or own >= NEEDED
+def _can_run(actual: tuple[int, int], wanted: tuple[int, int]) -> bool:
+    """Whether a GPU of capability `actual` can run implementations for `wanted`."""
+    if wanted[0] == NEEDED[0]:
+        return actual[0] == wanted[0] and wanted <= actual
+    return wanted <= actual or actual >= NEEDED
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
@@ -143,7 +143,7 @@ def pin(address: int, size: int, device: torch.device, runtime: Any = None) -> i
 
     Args:
         address, size: of memory that outlives its pinning.
-        device: the GPU whose context is used; another one's would be made.
+        device: the GPU whose context is used, so that no other GPU gets one.
         runtime: has `cudaHostRegister`; None is torch's.
     """
     runtime = runtime or torch.cuda.cudart()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Submodules as attributes of a package: `lorakernels.fusion.fuse` is imported when it is asked for."""
+"""Submodules as attributes of a package: `lorakernels.fusion.fuse` is imported at its first use."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import ModuleType
 def submodule(package: str, name: str) -> ModuleType | None:
     """The module `name` of `package`; None if there is none."""
     path = f"{package}.{name}"
-    found = not name.startswith("__") and find_spec(path) is not None
-    return import_module(path) if found else None
+    exists = not name.startswith("__") and find_spec(path) is not None
+    return import_module(path) if exists else None
 
 
 def offer_submodules(package: str) -> None:

@@ -42,7 +42,7 @@ class Dropout(NamedTuple):
         row0: row of the whole tensor at which this operand begins, where it is a shard; with `chunks`, of the rank's.
         col0: its column, likewise.
         dropped: int32 [M, 4 ⌈K / 128⌉], the same mask where it has been drawn already (numerics/dropout.py).
-        chunks: the `RowChunks` of a rank whose rows these are; () where they lie one after the other in the tensor.
+        chunks: the `RowChunks` of the rank that has these rows; () where they are consecutive in the tensor.
     """
 
     slot: Tensor
@@ -55,7 +55,7 @@ class Dropout(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """Where a quantization takes its scale from, and where its amax goes.
+    """The source of a quantization's scale, and the destination of its amax.
 
     Attributes:
         state: fp32 [L + 1, n], an FP8 state of one direction: L rows of amax history, then the scales of n tensors.
@@ -97,10 +97,10 @@ class Weight(NamedTuple):
 class Groups(NamedTuple):
     """Rows [M, …] in G groups, each with matrices of its own, as the tokens of G experts (numerics/groups.py).
 
-    A group begins at a multiple of 128 rows. What lies behind its end, in its last 128, belongs to nobody.
+    A group begins at a multiple of 128 rows. Rows between its end and the next multiple belong to no group.
 
     Attributes:
-        group_of: int32 [M / 128], whose 128 rows are; −1 where they are nobody's.
+        group_of: int32 [M / 128], the group of each 128 rows; −1 for none.
         starts: int32 [G], the first row of each group.
         ends: int32 [G], the row behind its last.
     """
@@ -111,7 +111,7 @@ class Groups(NamedTuple):
 
 
 class LogitChange(NamedTuple):
-    """What a model does to its head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
+    """The change of a head's logits z before the loss: cap · tanh(scale · z / cap), or scale · z.
 
     Attributes:
         scale: a positive factor.
@@ -173,8 +173,8 @@ class RankSizes(NamedTuple):
 class ProductSizes(NamedTuple):
     """[rows, depth] times [depth, cols], with an adapter of this rank; 0 without one.
 
-    With `segment_rows`, as many rows after each other have an adapter of their own. `blocks`, if there are any: columns
-    and ranks of those that stand on B's diagonal, beside which B is zero.
+    With `segment_rows`, as many rows after each other have an adapter of their own. `blocks`: columns and ranks of B's
+    diagonal blocks, if it has any. Outside of them B is zero.
     """
 
     rows: int
@@ -191,7 +191,7 @@ class GroupedWeight(NamedTuple):
     Attributes:
         data: uint8 [G, N, K], bytes of e4m3.
         scale_inv: fp32 [G].
-        group_of: int32 [M / 128], whose 128 rows are; negative: not computed.
+        group_of: int32 [M / 128], the group of each 128 rows. Rows with a negative one are not computed.
         groups: G.
     """
 
@@ -211,7 +211,7 @@ class Tiles(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """Addresses in an FP8 state, 0 for what is not used, and scratch memory.
+    """Addresses in an FP8 state, 0 for unused ones, and scratch memory.
 
     Attributes:
         amax: where a tensor's amax goes.

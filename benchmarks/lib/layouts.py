@@ -28,7 +28,7 @@ from lorakernels.planner.machine import MACHINES, Machine
 from lorakernels.planner.memory import Placement, bytes_of, kept_of, saves_within
 from lorakernels.planner.plan import ShardPlan, predict
 from lorakernels.planner.size import ModelSize
-from lorakernels.planner.time import Batch
+from lorakernels.planner.time import BatchSize
 
 CONNECTED = 1 << 22  # numbers of an all-reduce for which NCCL connects the ranks as for gradients
 KINDS = ("alone", "dp", "sharded", "tp", "cp")
@@ -146,9 +146,9 @@ class Layout(Ours):
         )
 
     @property
-    def batch(self) -> Batch:
+    def batch(self) -> BatchSize:
         """Of one rank."""
-        return Batch(self.spec.batch, self.spec.length, self.way.cp, self.way.tp)
+        return BatchSize(self.spec.batch, self.spec.length, self.way.cp, self.way.tp)
 
     @property
     def tokens(self) -> int:

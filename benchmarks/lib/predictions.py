@@ -15,7 +15,7 @@ from lorakernels.planner.machine import MACHINES, Machine
 from lorakernels.planner.memory import Placement
 from lorakernels.planner.plan import predict
 from lorakernels.planner.size import ModelSize
-from lorakernels.planner.time import Batch
+from lorakernels.planner.time import BatchSize
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,6 @@ def placement_of(base: ShardedBase | None, optimizer: int) -> Placement:
 def prediction(training: Ours, ranks: int, placement: Placement, machine: Machine) -> Prediction:
     """Of a step of `training` on each of `ranks` GPUs, by graphs of layers."""
     size = ModelSize.of(training.model, None)
-    batch = Batch(training.spec.batch, training.spec.length)
+    batch = BatchSize(training.spec.batch, training.spec.length)
     plan = predict(size, batch, machine, ranks, placement, training.saves)
     return Prediction(plan.rate / ranks, plan.bytes.peak / 2**30)

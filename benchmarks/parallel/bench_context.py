@@ -63,7 +63,7 @@ from lorakernels.planner.machine import MACHINES
 from lorakernels.planner.memory import Placement
 from lorakernels.planner.plan import predict
 from lorakernels.planner.size import ModelSize
-from lorakernels.planner.time import Batch
+from lorakernels.planner.time import BatchSize
 
 SAVE = "checkpoint"
 LONG = 1.0  # seconds of a step from which on each is said as it ends
@@ -96,8 +96,8 @@ class Way:
         return self.tokens * (self.document + 1) / 2
 
     @property
-    def batch(self) -> Batch:
-        return Batch(self.length // self.document, self.document, self.ranks)
+    def batch(self) -> BatchSize:
+        return BatchSize(self.length // self.document, self.document, self.ranks)
 
 
 class Rows(Ours):

@@ -32,7 +32,7 @@ from lorakernels.planner.machine import MACHINES
 from lorakernels.planner.memory import Placement
 from lorakernels.planner.plan import predict
 from lorakernels.planner.size import ModelSize
-from lorakernels.planner.time import REPLAY, Batch
+from lorakernels.planner.time import REPLAY, BatchSize
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def predicted(case: Case) -> tuple[float, float]:
     lora = LoRAConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(ADAPTED[case.adapted]))
     size = ModelSize.of(spec.config(), lora)
     saves = [case.save] * len(size.layers)
-    batch = Batch(spec.batch, spec.length)
+    batch = BatchSize(spec.batch, spec.length)
     plan = predict(size, batch, MACHINES["H200"], 1, Placement(), saves)
     replays = 2 * len(saves) * REPLAY if case.graphs == "layer" else 0.0
     return plan.step + replays, plan.bytes.peak

@@ -37,7 +37,7 @@ from lorakernels.parallel import ShardedAdamW
 from lorakernels.parallel.optimizer.sharded_adamw import BUCKET_BYTES
 from lorakernels.planner.memory import Placement, saves_within
 from lorakernels.planner.size import ELEMENT, ModelSize
-from lorakernels.planner.time import Batch
+from lorakernels.planner.time import BatchSize
 
 LR = 2e-4
 SPARE = 0.07  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use
@@ -318,7 +318,7 @@ class Ours(Training):
 
     def budget(self, model: nn.Module) -> int:
         """Bytes that layers may keep: `room`, less the plan's workspace."""
-        size, batch = ModelSize.of(model, None), Batch(self.spec.batch, self.spec.length)
+        size, batch = ModelSize.of(model, None), BatchSize(self.spec.batch, self.spec.length)
         room = self.room(size.trained)
         forms = OFFLOADED if FITS[str(self.save)] else SAVE
         placement = Placement()

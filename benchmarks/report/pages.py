@@ -256,7 +256,7 @@ def _experts_table(rows: list[Row]) -> str:
         before = what
     title = (
         f"Adapters of rank 16 on a mixture's experts, {times(rows[0]['tokens'])} tokens, forward and backward. A graph "
-        "replays in the device's time; a layer that is launched anew takes the longer one "
+        "replays in the device's time; a layer that is launched kernel by kernel takes the longer one "
         "(`make bench BENCH=experts`; "
         f"{run_of(rows)}):"
     )

@@ -16,11 +16,11 @@ from ..device.backend import Graph
 from ..interface.errors import CaptureError
 from ..interface.report import GraphReport, Report
 from ..plan.order import Step
-from ..plan.plan import Plan, make_plan
+from ..plan.plan import CapturePlan, make_plan
 from ..record.recorded_block import RecordedBlock
 from ..replay.block_graphs import BlockGraphs
 from ..replay.cursor import IterationProgress
-from ..replay.derived import Derived
+from ..replay.derived import DerivedVersions
 from ..replay.grads import GradMemory
 from ..replay.watch import LayerWatch
 from .capturer import Capturer
@@ -35,7 +35,7 @@ class CapturedBlock:
 
     block: RecordedBlock
     graphs: BlockGraphs
-    plan: Plan
+    plan: CapturePlan
     report: Report
     cpu_rng: Tensor
 
@@ -115,23 +115,23 @@ class CapturedBlocks:
         self.layers = self.layers or layers
         self._pins.append(pins)
         graphs.start()
-        found = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
-        self.captured.append(found)
-        return found
+        captured = CapturedBlock(block, graphs, plan, report, snapshot.cpu_rng)
+        self.captured.append(captured)
+        return captured
 
     @contextmanager
     def _on_all_ranks(self, phase: str) -> Iterator[None]:
-        """Inside, what one rank raises is raised on all, as a CaptureError on the others."""
-        own: Exception | None = None
+        """Inside, an exception on one rank is raised on all ranks, as a CaptureError on the other ranks."""
+        raised: Exception | None = None
         try:
             with self._together():
                 try:
                     yield
                 except Exception as error:  # to tell it from another rank's
-                    own = error
+                    raised = error
                     raise
         except Exception as error:
-            if error is own:
+            if error is raised:
                 raise
             raise CaptureError(self.managed.names[0], phase, str(error)) from error
 
@@ -152,7 +152,9 @@ class CapturedBlocks:
         for index, layer in enumerate(layers):
             now = plain_attributes(layer.module)
             attributes = unchanged_attributes(block.attributes[index], now)
-            derived = Derived([layer.module])  # first: the watch has the addresses that it leaves
+            derived = DerivedVersions(
+                [layer.module]
+            )  # first: the watch has the addresses that it leaves
             watch = LayerWatch(layer.name, layer.module, attributes, states)
             for call in graphs.calls:
                 if call.layer == index:
@@ -188,10 +190,10 @@ class CapturedBlocks:
 
     def drop(self, keep_graphs: bool = False) -> dict[RecordedBlock, dict[Step, Graph]]:
         """Free everything. With `keep_graphs` the executable graphs stay, and are returned by block and step."""
-        found = {}
+        graphs = {}
         for one in self.captured:
             if keep_graphs:
-                found[one.block] = one.graphs.take_graphs()
+                graphs[one.block] = one.graphs.take_graphs()
             else:
                 one.graphs.destroy()
         for pins in reversed(self._pins):
@@ -200,7 +202,7 @@ class CapturedBlocks:
             self.grad_memory.release()
         self.captured, self.layers, self._pins = [], [], []
         self.grad_memory, self._grads = None, self.managed.grads
-        return found
+        return graphs
 
 
 def _report(capturer: Capturer, shape: int, free: int, seconds: float) -> Report:

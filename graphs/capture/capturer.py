@@ -23,10 +23,10 @@ from ..device.backend import Captured, Graph
 from ..interface.errors import CaptureError, hint_for
 from ..plan.call_spec import Key
 from ..plan.order import Direction, Step
-from ..plan.plan import Buffer, CallPlan, Plan
+from ..plan.plan import Buffer, CallPlan, CapturePlan
 from ..record.tracer import RecordedCall, Trace
 from ..replay.block_graphs import BlockGraphs
-from ..replay.buffers import CallInput, ExposedBuffer, SharedInput
+from ..replay.buffers import CallInput, ExposedBuffer, InputGroup
 from ..replay.derived import renew_derived
 from ..replay.grads import GradMemory, LayerGrads
 from ..replay.graphed_call import GraphedCall
@@ -65,7 +65,7 @@ class Capturer:
         self,
         layers: Sequence[Layer],
         trace: Trace,
-        plan: Plan,
+        plan: CapturePlan,
         graphs: BlockGraphs,
         grads: GradMemory | None,
         states: Sequence[Any] = (),
@@ -80,7 +80,7 @@ class Capturer:
         self._replaced = dict(replaced or {})
         self._memory: dict[int, Tensor] = {}  # by the buffer's index
         self._exposed: dict[int, ExposedBuffer] = {}
-        self._groups: dict[int, SharedInput] = {}
+        self._groups: dict[int, InputGroup] = {}
         self._running: dict[Key, _OpenCall] = {}
         self._phase = ("", "start")
 
@@ -245,7 +245,7 @@ class Capturer:
         self._memory[buffer.index] = memory
         way.static = distinct(self.backend.alias(memory))
         way.repeats = way.static.shape != memory.shape
-        group = self._groups[buffer.index] = SharedInput(f"input {way.path} of layer {layer!r}")
+        group = self._groups[buffer.index] = InputGroup(f"input {way.path} of layer {layer!r}")
         if sum(p.inputs.count(buffer) for p in self.plan.calls.values()) > 1:
             way.group = group
 
@@ -267,14 +267,14 @@ class Capturer:
             running.grads.others.add(grad.untyped_storage()._cdata)
         with self._capture(step) as captured:
             layer.backward(outputs, grads, running.leaves)
-            found = [running.leaves[id(p)].grad for _, p in layer.trained]
+            parameter_grads = [running.leaves[id(p)].grad for _, p in layer.trained]
             if self.grads is not None:
-                self._add(layer, found)
+                self._add(layer, parameter_grads)
             if advance is not None:
                 advance()
         call.backward_graph = captured.graph
         self._collect_grads(call, plan, running)
-        self._collect_parameters(call, layer, found)
+        self._collect_parameters(call, layer, parameter_grads)
 
     def _grad_output(self, call: GraphedCall, k: int, buffer: Buffer) -> Tensor:
         memory = self._memory.get(buffer.index)
@@ -286,16 +286,16 @@ class Capturer:
         call.grad_outputs.append((k, alias))
         return memory
 
-    def _add(self, layer: Layer, found: Sequence[Tensor | None]) -> None:
+    def _add(self, layer: Layer, grads: Sequence[Tensor | None]) -> None:
         assert self.grads is not None
-        reached = [(p, g) for (_, p), g in zip(layer.trained, found, strict=True) if g is not None]
+        reached = [(p, g) for (_, p), g in zip(layer.trained, grads, strict=True) if g is not None]
         if reached:
             targets = self.grads.of([p for p, _ in reached])
             _add_all([(t.grad, g) for t, (_, g) in zip(targets, reached, strict=True)])
 
     def _collect_grads(self, call: GraphedCall, plan: CallPlan, running: _OpenCall) -> None:
         for i in call.differentiable:
-            buffer, grad = plan.grad_inputs[i], running.grads.found.get(i)
+            buffer, grad = plan.grad_inputs[i], running.grads.by_input.get(i)
             if grad is None or buffer is None:
                 call.grad_inputs.append(None)
                 continue
@@ -305,10 +305,10 @@ class Capturer:
             call.grad_inputs.append(None)
 
     def _collect_parameters(
-        self, call: GraphedCall, layer: Layer, found: Sequence[Tensor | None]
+        self, call: GraphedCall, layer: Layer, grads: Sequence[Tensor | None]
     ) -> None:
         reached = [
-            (n, p, g) for (n, p), g in zip(layer.trained, found, strict=True) if g is not None
+            (n, p, g) for (n, p), g in zip(layer.trained, grads, strict=True) if g is not None
         ]
         if self.grads is None:
             call.parameters = [p for _, p, _ in reached]

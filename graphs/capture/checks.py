@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer must not have, or do, to be captured."""
+"""Checks that a layer can be captured."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ def check_module_hooks(layer: str, module: nn.Module) -> None:
         for kind in MODULE_HOOKS:
             if inner is not module and (hooks := getattr(inner, kind)):
                 hook = next(iter(hooks.values()))
-                found = getattr(hook, "__qualname__", type(hook).__qualname__)
-                reason = (
-                    f"submodule {path!r} has a hook ({kind}: {found}) that would not fire at replay"
-                )
+                hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                reason = f"submodule {path!r} has a hook ({kind}: {hook_name}) that would not fire at replay"
                 hint = "Remove it, or hook the layer itself: those hooks run outside of its graphs"
                 raise CaptureError(layer, "check", reason, hint)
 
@@ -55,9 +53,9 @@ def check_outputs(name: str, outputs: Signature, recorded: RecordedCall) -> None
             raise CaptureError(name, "check", reason)
 
 
-def check_trained(name: str, outputs: Sequence[Tensor], known: Sequence[Tensor]) -> None:
+def check_trained(name: str, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     """CaptureError if a gradient would go to a tensor that is neither the layer's parameter nor its argument."""
-    allowed = {id(x) for x in known}
+    allowed = {id(x) for x in leaves}
     todo = [x.grad_fn for x in outputs if x.grad_fn is not None]
     visited = set(todo)
     while todo:

@@ -53,12 +53,12 @@ class Layer:
 
     def leaves(self) -> dict[int, Tensor]:
         """A stand-in for each trained parameter, by the parameter's id."""
-        found = {}
+        stand_ins = {}
         for _, parameter in self.trained:
             leaf = parameter.detach().requires_grad_()
             leaf.__dict__.update(vars(parameter))
-            found[id(parameter)] = leaf
-        return found
+            stand_ins[id(parameter)] = leaf
+        return stand_ins
 
     def run(
         self, recorded: RecordedCall, inputs: Sequence[Tensor], leaves: dict[int, Tensor]
@@ -101,7 +101,7 @@ class InputGrads:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
         self.others: set[int] = set()  # storages that something else reads
-        self.found: dict[int, Tensor] = {}
+        self.by_input: dict[int, Tensor] = {}
 
     def take(self, i: int, grad: Tensor) -> None:
         """Keep `grad` as the gradient of input `i`; a copy of it if its memory or layout cannot stay."""
@@ -111,7 +111,7 @@ class InputGrads:
         if not laid_out or grad.untyped_storage()._cdata in self.others:
             grad = grad.new_empty_strided(grad.shape, layout).copy_(grad)
         self.others.add(grad.untyped_storage()._cdata)
-        self.found[i] = grad
+        self.by_input[i] = grad
 
 
 class _Enter(Function):

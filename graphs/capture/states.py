@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What warm-up and capture must leave as it was: module buffers, FP8 state, random states, torch's generators.
+"""State that warm-up and capture must leave as it was: module buffers, FP8 state, random states, torch's generators.
 
 This package does not import the states' classes. It relies on their tensors, which are attributes, and on a few names.
 An FP8 state has `save`, `restore`, `pin`, `unpin` and `in_charge`. A random state has `advance`. A tracker of several
@@ -73,8 +73,8 @@ class _Pinned:
         self.state, self.by, self.holders = fp8_state, set[str](), 0
 
     def now(self) -> set[str]:
-        found = self.state.pinned_by
-        return set(found.split(", ")) if found else set()
+        holders = self.state.pinned_by
+        return set(holders.split(", ")) if holders else set()
 
 
 _PINNED: WeakValueDictionary[int, _Pinned] = WeakValueDictionary()  # by the state's id

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay compares with its capture: a call taken apart, and the attributes of layers."""
+"""Comparisons of a replay with its capture: the parts of a call, and the attributes of layers."""

@@ -29,7 +29,7 @@ def is_unchanged(before: object, now: object) -> bool:
 
 
 def unchanged_attributes(before: Attributes, now: Attributes) -> Attributes:
-    """The entries of `now` that are as they were `before`. Layers change the others themselves as they run."""
+    """The entries of `now` that are as they were `before`. Layers change all other entries themselves as they run."""
     return {
         m: {
             k: v

@@ -42,7 +42,7 @@ def extension() -> ModuleType:
 
 
 class TensorSpec(NamedTuple):
-    """What a graph fixes of a tensor, besides its address. Strides count elements."""
+    """The properties of a tensor that a graph fixes, besides its address. Strides count elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -172,15 +172,15 @@ def _build(spec: Any, tensors: Any) -> Any:
     return next(spec) if head is type else head
 
 
-def difference(expected: list[Any], found: list[Any]) -> tuple[str, str] | None:
-    """The first place where two specs differ, as (expected, found); None if they are equal."""
+def difference(expected: list[Any], actual: list[Any]) -> tuple[str, str] | None:
+    """The first place where two specs differ, as (expected, actual); None if they are equal."""
     constant = False  # the entry before says that this one is a class
-    for i, (a, b) in enumerate(zip(expected, found, strict=False)):
+    for i, (a, b) in enumerate(zip(expected, actual, strict=False)):
         if a is not b and not (type(a) is type(b) and a == b):
-            return _show(expected[i:], constant), _show(found[i:], constant)
+            return _show(expected[i:], constant), _show(actual[i:], constant)
         constant = a is type and not constant
-    if len(expected) != len(found):
-        return f"{len(expected)} entries", f"{len(found)} entries"
+    if len(expected) != len(actual):
+        return f"{len(expected)} entries", f"{len(actual)} entries"
     return None
 
 

@@ -38,8 +38,10 @@ class Graph(Protocol):
 
 @dataclass
 class Captured:
-    """What `Backend.capture` fills in when its context ends without an error. `made`: "instantiated", "updated", or
-    "instantiated: …" with what kept the replaced graph from taking over the new addresses."""
+    """The result of `Backend.capture`, set when its context ends without an error.
+
+    `made` is "instantiated", "updated", or "instantiated: …" with the reason why no replaced graph was updated.
+    """
 
     graph: Any = None
     made: str = "instantiated"
@@ -248,7 +250,7 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def reserved_bytes(self) -> int:
-        """What the pool holds."""
+        """The bytes that the pool holds."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._pool.id)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user sets and is told: options, errors, reports."""
+"""The interface to a user: options, errors, reports."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph manager refuses. Each error names the layer, what was expected and what was found."""
+"""The errors of graph managers. Each names the layer, what was expected and what was found."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CaptureError(GraphError):
     def __init__(self, layer: str, phase: str, reason: str, hint: str = "") -> None:
         super().__init__(layer, phase, reason, hint)
         self.layer, self.phase, self.reason, self.hint = layer, phase, reason, hint
-        found = re.search(r"\bcudaError\w+", reason)
-        self.cuda = found[0] if found else None
+        match = re.search(r"\bcudaError\w+", reason)
+        self.cuda = match[0] if match else None
 
     def __str__(self) -> str:
         reason = self.reason.split("\n", 1)[0]
@@ -35,27 +35,27 @@ class CaptureError(GraphError):
 class ReplayError(GraphError):
     """A replay would compute something else than the eager layer; nothing has been launched.
 
-    Attributes: `layer`, `what` (the thing that differs), `expected`, `found`, and `recapture`: whether
+    Attributes: `layer`, `what` (the thing that differs), `expected`, `actual`, and `recapture`: whether
     `GraphManager.recapture()` makes the present state the expected one.
     """
 
     def __init__(
-        self, layer: str, what: str, expected: object, found: object, recapture: bool = False
+        self, layer: str, what: str, expected: object, actual: object, recapture: bool = False
     ) -> None:
-        super().__init__(layer, what, expected, found, recapture)
-        self.layer, self.what, self.expected, self.found = layer, what, expected, found
+        super().__init__(layer, what, expected, actual, recapture)
+        self.layer, self.what, self.expected, self.actual = layer, what, expected, actual
         self.recapture = recapture
 
     def __str__(self) -> str:
         end = "; manager.recapture() takes the present state" if self.recapture else ""
         return (
             f"replay of layer {self.layer!r}: {self.what}: expected {self.expected}, "
-            f"found {self.found}{end}"
+            f"found {self.actual}{end}"
         )
 
 
 def explain(error: BaseException) -> str:
-    """What an error of this package means and what to do about it."""
+    """An explanation of an error of this package, and what to do about it."""
     if isinstance(error, CaptureError):
         return f"{error}\nNothing was changed. The layers run eagerly until capture() succeeds."
     if isinstance(error, ReplayError):
@@ -106,7 +106,7 @@ _HINTS = (
 
 
 def hint_for(reason: str) -> str:
-    """What usually causes an error with this text; empty if nobody has seen it yet."""
+    """The usual cause of an error with this text; empty if it is unknown."""
     for signs, hint in _HINTS:
         if any(sign in reason for sign in signs):
             return hint

@@ -16,7 +16,7 @@ from ..plan.order import check_count
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """What happens to calls of new shapes, and how graphs are captured.
+    """Options: how calls of new shapes are treated, and how graphs are captured.
 
     Args:
         on_new_shape: what a call does that is like no captured one: "error" refuses it; "eager" runs it eagerly and

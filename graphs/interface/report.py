@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager has captured, in numbers."""
+"""Reports of captured graphs, in numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What is captured, over all shapes.
+    """The captured graphs, over all shapes.
 
     Attributes:
         phase: the manager's.

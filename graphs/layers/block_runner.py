@@ -21,7 +21,7 @@ class BlockRunner:
     """Replays the captured block that a call begins, and records a block that no graphs are for.
 
     Args:
-        blocks: what is captured.
+        blocks: the captured blocks.
         options: what new shapes do, and how many are captured.
         device: the layers' device type.
     """
@@ -50,11 +50,11 @@ class BlockRunner:
 
     def switch(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> GraphedCall | None:
         """Between blocks: turn to the captured block that begins with this call. Its first call, or None."""
-        found = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
-        if found is None:
+        graphs = self.blocks.choose(layer, spec, tensors, autocast_state(self.device))
+        if graphs is None:
             return None
-        self.graphs = found
-        return found.forwards[0]
+        self.graphs = graphs
+        return graphs.forwards[0]
 
     def begin_block(self, layer: int, spec: list[Any], tensors: Sequence[Tensor]) -> None:
         """Begin a block with this call. It is recorded, unless it is known that it cannot be captured."""

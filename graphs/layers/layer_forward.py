@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for a captured layer's `forward`: it replays, runs the eager one, or refuses."""
+"""The replacement of a captured layer's `forward`: it replays, runs the eager one, or refuses."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class LayerForward:
     ) -> ReplayError | None:
         """How a call of this layer differs from the captured one; None if only the objects differ."""
         name, autocast = self.layer.name, autocast_state(self._device)
-        if found := difference(call.spec, spec):
-            return ReplayError(name, "arguments", *found)
+        if mismatch := difference(call.spec, spec):
+            return ReplayError(name, "arguments", *mismatch)
         if (index := call.first_unlike(tensors)) >= 0:
             path, expected = call.inputs[index].path, call.inputs[index].spec
             return ReplayError(name, f"input {path}", expected, TensorSpec.of(tensors[index]))

@@ -100,8 +100,8 @@ class GraphManager:
     @property
     def cpu_rng_at_capture(self) -> Tensor | None:
         """State of the CPU generator when the capture of the present graphs began."""
-        found = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
-        return next(found, None)
+        states = (s.cpu_rng for s in self._blocks.captured if s.graphs is self.runner.current)
+        return next(states, None)
 
     @property
     def graphs(self) -> Any:
@@ -151,7 +151,7 @@ class GraphManager:
                 self.capture()
 
     def discard_iteration(self) -> None:
-        """Forget the iteration that is running, after an error or a skipped step; the next one starts anew."""
+        """Forget the iteration that is running, after an error or a skipped step; the next one starts afresh."""
         self.runner.discard_iteration()
         if self.phase == "recording":
             self._recorder.discard_iteration()
@@ -256,7 +256,7 @@ class GraphManager:
         return self._blocks.drop(keep_graphs)
 
     def reset(self) -> None:
-        """Drop all graphs and their memory, and record anew from the next iteration on."""
+        """Drop all graphs and their memory, and record again from the next iteration on."""
         if self.phase == "recording":
             self._stop_recording()
         self._drop()
@@ -284,7 +284,7 @@ class GraphManager:
             self.runner.suspended = self._recorder.paused = before
 
     def report(self) -> Report:
-        """What is captured, and what it takes."""
+        """The captured graphs, with their memory and time."""
         captured = self._blocks.captured
         if not captured:
             return Report(self.phase)
@@ -297,7 +297,7 @@ class GraphManager:
         )
 
     def explain(self, error: BaseException) -> str:
-        """What an error of this package means here and what to do about it."""
+        """An explanation of an error of this package here, and what to do about it."""
         return explain(error)
 
     def write_dot(self, folder: str) -> list[str]:

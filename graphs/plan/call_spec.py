@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan has to know of each recorded call, and which microbatches replay the same graphs. No tensors here."""
+"""Descriptions of recorded calls for a plan, and which microbatches replay the same graphs. No tensors here."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class Step:
 class OrderError(RuntimeError):
     """A sequence of steps is not the expected one.
 
-    Attributes: `reason`, `position`, `names` of the layers; `expected`, None if no step would have been right; `found`,
-    None if the sequence ended.
+    Attributes: `reason`, `position`, `names` of the layers; `expected`, None if no step would have been right;
+    `actual`, None if the sequence ended.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class OrderError(RuntimeError):
         reason: str,
         position: int,
         expected: Step | None,
-        found: Step | None,
+        actual: Step | None,
         names: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(reason, position, expected, found, names)
+        super().__init__(reason, position, expected, actual, names)
         self.reason, self.position, self.names = reason, position, names
-        self.expected, self.found = expected, found
+        self.expected, self.actual = expected, actual
 
     def __str__(self) -> str:
         expected = describe(self.expected, self.names) if self.expected else "no such step"
-        found = describe(self.found, self.names) if self.found else "the end of the iteration"
-        return f"{self.reason} at position {self.position}: expected {expected}, found {found}"
+        actual = describe(self.actual, self.names) if self.actual else "the end of the iteration"
+        return f"{self.reason} at position {self.position}: expected {expected}, found {actual}"
 
 
 class ReplayOrderError(OrderError):

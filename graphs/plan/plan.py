@@ -43,7 +43,7 @@ class CallPlan:
 
 
 @dataclass
-class Plan:
+class CapturePlan:
     """The captured steps and their buffers."""
 
     order: Order  # of the captured block
@@ -67,12 +67,12 @@ class Plan:
         return buffer
 
 
-def make_plan(order: Order, calls: Mapping[Key, CallSpec]) -> Plan:
+def make_plan(order: Order, calls: Mapping[Key, CallSpec]) -> CapturePlan:
     """The plan for an order and what was seen of its calls."""
     count = block_length(order, calls)
     size = len(order) * count // order.num_microbatches
     block = Order(order.steps[:size], order.layers, count)
-    plan = Plan(block, order.num_microbatches // count)
+    plan = CapturePlan(block, order.num_microbatches // count)
     readers = _readers(calls, count)
     groups: dict[tuple[int, int], Buffer] = {}
     for step in block:
@@ -97,12 +97,12 @@ def _readers(
     return readers
 
 
-def _at(plan: Plan, key: Key, direction: Direction) -> int:
+def _at(plan: CapturePlan, key: Key, direction: Direction) -> int:
     return plan.order.index(Step(*key, direction))
 
 
 def _plan_forward(
-    plan: Plan,
+    plan: CapturePlan,
     key: Key,
     call: CallSpec,
     readers: Mapping[tuple[Key, int], Sequence[tuple[Key, int]]],
@@ -133,7 +133,7 @@ def _plan_forward(
 
 
 def _plan_backward(
-    plan: Plan,
+    plan: CapturePlan,
     key: Key,
     calls: Mapping[Key, CallSpec],
     readers: Mapping[tuple[Key, int], Sequence[tuple[Key, int]]],
@@ -157,6 +157,6 @@ def _plan_backward(
     _count(plan, [s for s in (*call.inputs, *call.outputs) if s.requires_grad])
 
 
-def _count(plan: Plan, specs: Sequence[Any]) -> None:
+def _count(plan: CapturePlan, specs: Sequence[Any]) -> None:
     plan.unshared_buffers += len(specs)
     plan.unshared_bytes += sum(spec.nbytes for spec in specs)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eager iterations do: the order of the layers, what goes into them and comes out."""
+"""Records of eager iterations: the order of the layers, their inputs and outputs."""

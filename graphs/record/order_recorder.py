@@ -152,10 +152,10 @@ class OrderRecorder:
         order = Order(steps, self.layers, self.num_microbatches)
         if self._order is None:
             self._order = order
-        for position, (expected, found) in enumerate(zip(self._order, order, strict=True)):
-            if expected != found:
+        for position, (expected, actual) in enumerate(zip(self._order, order, strict=True)):
+            if expected != actual:
                 reason = "the order differs from the earlier iterations'"
-                raise OrderError(reason, position, expected, found, self.layers)
+                raise OrderError(reason, position, expected, actual, self.layers)
         self.num_iterations += 1
         return self._order
 

@@ -22,7 +22,7 @@ from .tracer import Trace, Tracer
 
 @dataclass(eq=False)
 class RecordedBlock:
-    """Steps in their order, and the trace of their calls. `attributes`: those of the layers before the block ran."""
+    """Steps in their order, and the trace of their calls. `attributes`: the layers' attributes before the block ran."""
 
     order: Order
     trace: Trace
@@ -38,14 +38,14 @@ class RecordedBlock:
         parts = [self.order.steps[m * size : (m + 1) * size] for m in range(count)]
         if any(step.microbatch != m for m, part in enumerate(parts) for step in part):
             return [self]
-        found: list[RecordedBlock] = []
+        blocks: list[RecordedBlock] = []
         for m, part in enumerate(parts):
             one = self._alone(m, part)
             if one is None:
                 return [self]
-            if not any(one.like(other) for other in found):
-                found.append(one)
-        return found
+            if not any(one.like(other) for other in blocks):
+                blocks.append(one)
+        return blocks
 
     def _alone(self, m: int, steps: Sequence[Step]) -> RecordedBlock | None:
         """Microbatch `m` as a block of its own; None if it reads outputs of another microbatch."""

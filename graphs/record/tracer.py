@@ -24,7 +24,7 @@ class RecordedCall:
         inputs, outputs: the call and its result, without their tensors.
         sources: for each input tensor, (the call, the output) that it is; or the number of its group, if it comes from
             outside of the layers.
-        samples: the input tensors from outside, detached; None for the others. A capture warms up on their values.
+        samples: the input tensors from outside, detached; None for other inputs. A capture warms up on their values.
         autocast: whether autocast was on, and to which dtype.
         input_specs, output_specs: of the tensors.
     """
@@ -55,7 +55,7 @@ class Trace:
 
 
 @dataclass
-class _Iteration:
+class _TracedIteration:
     calls: dict[object, RecordedCall] = field(default_factory=dict)
     origins: dict[int, tuple[weakref.ref[Tensor], int, object, int]] = field(default_factory=dict)
     groups: dict[tuple[int, int], tuple[Tensor, int]] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Tracer:
         self._device_type = device_type
         self._recomputed: set[int] = set()
         self._reentrant: set[int] = set()
-        self._now = _Iteration()
+        self._now = _TracedIteration()
 
     def before(self, layer: int, args: Any, kwargs: Any) -> None:
         signature = Signature((args, kwargs))
@@ -111,19 +111,19 @@ class Tracer:
         inputs.tensors, outputs.tensors = [], []
 
     def _source(self, x: Tensor) -> tuple[object, int] | int:
-        found = self._now.origins.get(id(x))
-        if found is not None and found[0]() is x and found[1] == x._version:
-            return found[2], found[3]
+        origin = self._now.origins.get(id(x))
+        if origin is not None and origin[0]() is x and origin[1] == x._version:
+            return origin[2], origin[3]
         group = self._now.groups.setdefault((id(x), x._version), (x, len(self._now.groups)))
         return group[1]  # `groups` holds the tensor, so that no other tensor gets its id
 
     def discard(self) -> None:
         """Forget the iteration that is running."""
-        self._now = _Iteration()
+        self._now = _TracedIteration()
 
     def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Trace:
         """The trace of the iteration that ends. `microbatches` and `layers` number its calls."""
-        now, self._now = self._now, _Iteration()
+        now, self._now = self._now, _TracedIteration()
         key_of = {call: (layers[call], m) for call, m in microbatches.items()}
         specs, calls = {}, {}
         for call, recorded in now.calls.items():
@@ -147,14 +147,16 @@ class Tracer:
 
     def _check(self, key: Key, recorded: RecordedCall) -> None:
         name = self.names[key[0]]
-        if (found := recorded.inputs.unsupported()) is not None:
-            reason = f"argument {_argument(found)}, whose changes a replay could not see"
+        if (unsupported := recorded.inputs.unsupported()) is not None:
+            reason = f"argument {_argument(unsupported)}, whose changes a replay could not see"
             hint = (
                 "Pass tensors and plain constants; for a KV cache of transformers: use_cache=False"
             )
             raise CaptureError(name, "check", reason, hint)
-        if (found := recorded.outputs.unsupported()) is not None:
-            raise CaptureError(name, "check", f"its output {found}, which a replay cannot renew")
+        if (unsupported := recorded.outputs.unsupported()) is not None:
+            raise CaptureError(
+                name, "check", f"its output {unsupported}, which a replay cannot renew"
+            )
 
 
 def _argument(path: str) -> str:

@@ -37,9 +37,9 @@ class BlockGraphs(ReplayCursor):
     def end_iteration(self) -> None:
         """ReplayOrderError unless the iteration is complete."""
         if self.position or self.progress.partial:
-            found, expected = None, self.order[self.position]
+            actual, expected = None, self.order[self.position]
             reason = "replay ended early"
-            raise ReplayOrderError(reason, self.position, expected, found, self.order.layers)
+            raise ReplayOrderError(reason, self.position, expected, actual, self.order.layers)
         self.progress.restart()
 
     def rewind(self) -> None:

@@ -54,8 +54,8 @@ class ExposedBuffer:
             self.kept = True
 
 
-class SharedInput:
-    """Inputs of several calls that are one object: the first call copies it, and the others must get the same one."""
+class InputGroup:
+    """Inputs of several calls that are one object. The first call copies it, and later calls must get the same one."""
 
     def __init__(self, first: str) -> None:
         self.ref: Callable[[], Tensor | None] = _nothing
@@ -74,10 +74,10 @@ class CallInput:
         self.path, self.spec = path, spec
         self.static: Tensor | None = None  # where this call copies it to
         self.repeats = False  # the caller's tensor has expanded dimensions, which `static` lacks
-        self.group: SharedInput | None = None
+        self.group: InputGroup | None = None
         self.same_as = -1  # an earlier input of this call that is the same object
         self.origin: ExposedBuffer | None = None
-        self.expected: ExposedBuffer | SharedInput | None = None  # whose object it has to be
+        self.expected: ExposedBuffer | InputGroup | None = None  # it must be this one's object
 
     def like(self, x: Tensor) -> bool:
         """Whether `x` has the captured shape, strides, dtype, device and requires_grad."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a replay stands: in its block of steps, and in the iteration that is made of blocks."""
+"""The position of a replay: in its block of steps, and in the iteration that is made of blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class IterationProgress:
 class ReplayCursor:
     """The next step of a captured block, and the buffers that eager code must have let go of before it.
 
-    The microbatches of `order` are those of one block. The first replayed iteration is the trial. In it every buffer is
+    `order` counts the microbatches of one block. The first replayed iteration is the trial. In it every buffer is
     handed out as a copy, and the cursor finds out which of them eager code keeps.
     """
 
@@ -43,7 +43,7 @@ class ReplayCursor:
         self.microbatches = order.num_microbatches
         self.repeats = max(1, progress.num_microbatches // self.microbatches)
         self.position = self.blocks = 0
-        # Chained buffers, each with the step after which nobody may have it
+        # Chained buffers, each with the last step at which eager code may hold it
         self.exposed: list[tuple[int, ExposedBuffer]] = []
         self.checks: list[list[ExposedBuffer]] = [[] for _ in order]
         self.trial, self.dropped = True, False
@@ -55,15 +55,15 @@ class ReplayCursor:
 
     def stream(self) -> int:
         """The current stream, as an integer; ReplayError if it changes within an iteration."""
-        found, progress = self.backend.stream(), self.progress
-        if found != progress.stream:
+        stream, progress = self.backend.stream(), self.progress
+        if stream != progress.stream:
             if progress.stream is not None and (
                 self.position or progress.done % progress.num_microbatches
             ):
                 name = self.order.layers[self.order[self.position].layer]
-                raise ReplayError(name, "stream", hex(progress.stream), hex(found))
-            progress.stream = found
-        return found
+                raise ReplayError(name, "stream", hex(progress.stream), hex(stream))
+            progress.stream = stream
+        return stream
 
     def advance(self, position: int) -> None:
         """The step at `position` was launched."""
@@ -76,7 +76,7 @@ class ReplayCursor:
                 self.end_trial()
 
     def end_trial(self) -> None:
-        """From now on, buffers that nobody kept are handed out without a copy."""
+        """From now on, buffers that eager code did not keep are handed out without a copy."""
         self.trial = False
         for _, exposed in self.exposed:
             exposed.copy, exposed.version = exposed.kept, -1
@@ -103,7 +103,7 @@ class ReplayCursor:
         raise ReplayError(
             exposed.layer,
             exposed.name,
-            "nobody to hold it once the next layer has read it, as in the iteration after capture",
+            "no reference to it once the next layer has read it, as in the iteration after capture",
             "something that does (a variable, a list, an autograd graph of eager code); it is handed out as a copy "
             "from now on: discard_iteration() and repeat this one",
         )

@@ -18,15 +18,15 @@ from ..compare.signature import extension
 
 
 def renew_derived(layer: nn.Module) -> list[Tensor]:
-    """Renew what the modules inside `layer` derived where it is stale; the tensors that it is derived from."""
+    """Renew stale tensors that the modules inside `layer` derived. Returns the tensors that they are derived from."""
     owners: list[Any] = [m for m in layer.modules() if hasattr(type(m), "renew_derived")]
     return [x for owner in owners for x in owner.renew_derived()]
 
 
-class Derived:
-    """What the modules inside `layers` derived, by the versions of the tensors that it is derived from.
+class DerivedVersions:
+    """Versions of the tensors from which the modules inside `layers` derived others.
 
-    A write through `.data` is not seen, as it leaves the tensor's version as it was.
+    A write through `.data` is not seen, as it does not change the tensor's version.
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:

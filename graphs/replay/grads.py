@@ -274,6 +274,6 @@ class LayerGrads:
     def _refuse_main(self, parameter: nn.Parameter) -> None:
         index = [t.parameter for t in self.targets].index(parameter)
         main = getattr(parameter, "main_grad", None)
-        found = "none" if main is None else f"another tensor at {main.data_ptr():#x}"
+        actual = "none" if main is None else f"another tensor at {main.data_ptr():#x}"
         expected = f"the tensor at {self.targets[index].grad.data_ptr():#x}"
-        raise ReplayError(self.layer, f"main_grad of {self.names[index]!r}", expected, found, True)
+        raise ReplayError(self.layer, f"main_grad of {self.names[index]!r}", expected, actual, True)

@@ -19,9 +19,9 @@ from torch.autograd import Function
 from ..compare.signature import distinct, extension, number_types
 from ..interface.errors import ReplayError
 from ..plan.order import Step
-from .buffers import CallInput, ExposedBuffer, SharedInput
+from .buffers import CallInput, ExposedBuffer, InputGroup
 from .cursor import ReplayCursor
-from .derived import Derived
+from .derived import DerivedVersions
 from .grads import LayerGrads
 from .watch import LayerWatch
 
@@ -39,7 +39,7 @@ class GraphedCall:
     forward_graph: Any
     backward_graph: Any
     watch: LayerWatch
-    derived: Derived
+    derived: DerivedVersions
 
     def __init__(self, cursor: ReplayCursor, name: str, forward: Step, backward: Step) -> None:
         self.cursor, self.name, self.layer = cursor, name, forward.layer
@@ -66,7 +66,7 @@ class GraphedCall:
         self._copies: list[Any] = []
         self._chained: list[Any] = []
 
-    def prepare(self, watch: LayerWatch, derived: Derived, device_type: str) -> None:
+    def prepare(self, watch: LayerWatch, derived: DerivedVersions, device_type: str) -> None:
         """Sort, once, which check or copy each replay makes of which tensor."""
         self.watch, self.derived = watch, derived
         self._numbers = number_types(self.spec)
@@ -148,8 +148,8 @@ class GraphedCall:
         return self.rebuild(outputs)
 
     def launch_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        cursor, at = self.cursor, self.forward_at
-        if checks := cursor.checks[at]:
+        cursor, position = self.cursor, self.forward_at
+        if checks := cursor.checks[position]:
             cursor.check_released(checks)
         for i, static, repeats, group in self._copies:
             x = tensors[i]
@@ -158,7 +158,7 @@ class GraphedCall:
                 group.ref, group.version = weakref.ref(x), x._version
         self.forward_graph.launch(cursor.stream())
         self.generation += 1
-        cursor.advance(at)
+        cursor.advance(position)
         return tuple([x.alias.clone() if x.copy else x.alias.detach() for x in self.outputs])
 
     # backward
@@ -166,10 +166,10 @@ class GraphedCall:
     def launch_backward(
         self, generation: int, grads: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
-        cursor, at = self.cursor, self.backward_at
-        if cursor.position != at or generation != self.generation:
+        cursor, position = self.cursor, self.backward_at
+        if cursor.position != position or generation != self.generation:
             cursor.refuse_order(self.backward_step, generation != self.generation)
-        if checks := cursor.checks[at]:
+        if checks := cursor.checks[position]:
             cursor.check_released(checks)
         for k, buffer in self.grad_outputs:
             grad = grads[k]
@@ -185,19 +185,19 @@ class GraphedCall:
         self.backward_graph.launch(cursor.stream())
         if self.grads is not None:
             self.grads.after_launch()
-        cursor.advance(at)
-        found: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
+        cursor.advance(position)
+        results: list[Tensor | None] = [None, None]  # for the call itself, and its tensors
         for exposed in self.grad_inputs:
             if exposed is None:
-                found.append(None)
+                results.append(None)
                 continue
             grad = exposed.expose()
             if exposed.copy and exposed.chained:
                 exposed.remember(grad)
-            found.append(grad)
+            results.append(grad)
         if self.parameter_grads:
-            found += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
-        return tuple(found)
+            results += torch._foreach_mul(self.parameter_grads, 1)  # in one launch, unlike clones
+        return tuple(results)
 
     def drop(self, graphs: bool) -> None:
         """Free everything, although the caller's autograd graphs may still hold this call."""
@@ -217,14 +217,14 @@ class GraphedCall:
     def _refuse_origin(self, expected: CallInput, x: Tensor) -> NoReturn:
         origin = expected.origin
         assert origin is not None
-        found = f"another tensor, at {x.data_ptr():#x}"
+        actual = f"another tensor, at {x.data_ptr():#x}"
         if origin.ref() is x:
-            found = "that tensor, modified in place since"
+            actual = "that tensor, modified in place since"
         raise ReplayError(
-            self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", found
+            self.name, f"input {expected.path}", f"the tensor handed out as {origin.name}", actual
         )
 
-    def _refuse_group(self, expected: CallInput, group: SharedInput) -> NoReturn:
+    def _refuse_group(self, expected: CallInput, group: InputGroup) -> NoReturn:
         raise ReplayError(
             self.name,
             f"input {expected.path}",

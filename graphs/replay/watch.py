@@ -54,26 +54,26 @@ class Watch:
         self._watch.add_attribute(owner, name, value)
 
     def describe(self, index: int) -> str:
-        """What `check` found at `index`, in words."""
+        """The difference that `check` found at `index`, in words."""
         try:
             self.refuse(index)
         except ReplayError as error:
-            return f"{error.what} of layer {error.layer!r}: expected {error.expected}, found {error.found}"
+            return f"{error.what} of layer {error.layer!r}: expected {error.expected}, found {error.actual}"
         raise AssertionError(f"refuse({index}) did not raise")
 
     def refuse(self, index: int) -> None:
-        """Raise what `check` found at `index`."""
+        """Raise a ReplayError for the difference that `check` found at `index`."""
         if index < len(self._dicts):
             what, describe = self._dicts[index]
             raise ReplayError(self._layer, what, *describe(), True)
         index -= len(self._dicts)
         if index < len(self._addresses):
             name, tensor, address = self._addresses[index]
-            found = f"{tensor.data_ptr():#x}"
-            raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", found, True)
+            actual = f"{tensor.data_ptr():#x}"
+            raise ReplayError(self._layer, f"address of {name!r}", f"{address:#x}", actual, True)
         what, owner, attribute, value = self._attributes[index - len(self._addresses)]
-        found = _short(getattr(owner, attribute))
-        raise ReplayError(self._layer, what, _short(value), found, True)
+        actual = _short(getattr(owner, attribute))
+        raise ReplayError(self._layer, what, _short(value), actual, True)
 
 
 class LayerWatch(Watch):

@@ -16,7 +16,7 @@ from ..compare.attributes import Attributes, plain_attributes, unchanged_attribu
 from ..compare.signature import Signature, TensorSpec, autocast_state, difference, distinct, typed
 from ..device.backend import Backend, Graph
 from ..interface.errors import CaptureError, ReplayError, hint_for
-from ..replay.derived import Derived
+from ..replay.derived import DerivedVersions
 from ..replay.watch import LayerWatch, OptimizerWatch, Watch
 from .followers import Follower, following
 
@@ -45,7 +45,7 @@ class CapturedStep:
         self._specs = [TensorSpec.of(x) for x in signature.tensors]
         self._autocast = autocast_state(backend.device.type)
         self._watches: list[Watch] = []
-        self._derived: Derived | None = None
+        self._derived: DerivedVersions | None = None
         self.grads: list[tuple[str, nn.Parameter, Tensor | None]] = []
         self.zeroed: set[int] = set()
         self._inputs: list[Tensor] = []
@@ -59,8 +59,8 @@ class CapturedStep:
                     advance_all(states)()
             self.graph, self.made = captured.graph, captured.made
             outputs = Signature(output)
-            if (found := outputs.unsupported()) is not None:
-                raise ValueError(f"the step's output {found}, which a replay cannot renew")
+            if (unsupported := outputs.unsupported()) is not None:
+                raise ValueError(f"the step's output {unsupported}, which a replay cannot renew")
             if any(x.requires_grad for x in outputs.tensors):
                 raise ValueError(
                     "the step returns a tensor with an autograd graph: return it detached"
@@ -95,7 +95,7 @@ class CapturedStep:
         before: Sequence[Attributes],
     ) -> None:
         """Take the present state of what the step uses as the expected one."""
-        self._derived = Derived(modules)  # first: watches have the addresses that it leaves
+        self._derived = DerivedVersions(modules)  # first: watches have the addresses that it leaves
         for index, module in enumerate(modules):
             attributes = unchanged_attributes(before[index], plain_attributes(module))
             name = f"modules[{index}]"
@@ -122,8 +122,8 @@ class CapturedStep:
 
     def mismatch(self, tensors: Sequence[Tensor], spec: list[Any]) -> ReplayError | None:
         """How a call differs from the captured one; None if it does not."""
-        if found := difference(self._spec, spec):
-            return ReplayError(NAME, "arguments", *found)
+        if differing := difference(self._spec, spec):
+            return ReplayError(NAME, "arguments", *differing)
         for path, x, expected in zip(self._paths, tensors, self._specs, strict=True):
             if (now := TensorSpec.of(x)) != expected:
                 return ReplayError(NAME, f"input {path}", expected, now)
@@ -138,15 +138,15 @@ class CapturedStep:
                 watch.refuse(changed)
 
     def check_grads(self) -> None:
-        """ReplayError unless the gradients are those of this graph."""
+        """ReplayError unless the gradients are the tensors of this graph."""
         for name, parameter, grad in self.grads:
             if parameter.grad is not grad:
-                expected, found = (
+                expected, actual = (
                     "None" if g is None else f"the tensor at {g.data_ptr():#x}"
                     for g in (grad, parameter.grad)
                 )
                 what = f"gradient of {name} (zero it inside the step)"
-                raise ReplayError(NAME, what, expected, found, True)
+                raise ReplayError(NAME, what, expected, actual, True)
 
     def install_grads(self) -> None:
         """Make the gradients in this graph's memory the parameters' gradients."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who else must know that a captured step runs: objects whose own record, on the host, a replay makes untrue.
+"""Followers of a captured step: objects with a record on the host, which a replay would make untrue.
 
-Such an object calls `follow` when it is used. While a step is captured it becomes one of that step's followers. It is
-told of the capture's end and, from then on, of every replay.
+Such an object calls `follow` when it is used. While a step is captured, it becomes one of that step's followers. It
+gets a call at the capture's end and, from then on, before every replay.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def follow(follower: Follower) -> bool:
     """Whether a whole step is being captured now; if so, `follower` follows it."""
     if _now is None:
         return False
-    if not any(known is follower for known in _now):
+    if not any(one is follower for one in _now):
         _now.append(follower)
     return True
 
 
 @contextmanager
 def following() -> Iterator[list[Follower]]:
-    """The list of those that call `follow` inside; they are told when the context ends."""
+    """The list of the objects that call `follow` inside. The end of the context calls their `end_capture`."""
     global _now
-    found = _now = []
+    followers = _now = []
     failed = True
     try:
-        yield found
+        yield followers
         failed = False
     finally:
         _now = None
-        for follower in found:
+        for follower in followers:
             follower.end_capture(failed)

@@ -47,7 +47,7 @@ class StepGraph:
         warmup_steps: calls that run eagerly, on the capture's stream, before the one that captures.
         fp8_state: state of the FP8 scales that the step uses; the step updates it.
         rng_states: random states in device memory; the end of the graph advances them.
-        modules: whose parameters, buffers, gradients and attributes are watched. All that the step uses.
+        modules: all that the step uses. Their parameters, buffers, gradients and attributes are watched.
         optimizers: checked for what would be frozen: a learning rate that is a number, `capturable=False`; and watched.
         options: what new shapes do, and how graphs are captured. With `on_new_shape="capture"` the first call of a new
             shape runs eagerly, and the second captures another graph.
@@ -199,8 +199,8 @@ class StepGraph:
 
     def _capture(self, signature: Signature, attributes: Sequence[Attributes]) -> None:
         """Capture one more graph. On an error everything is as before."""
-        if (found := signature.unsupported()) is not None:
-            reason = f"argument {found}, a constant that cannot be watched"
+        if (unsupported := signature.unsupported()) is not None:
+            reason = f"argument {unsupported}, a constant that cannot be watched"
             raise CaptureError(NAME, "check", reason)
         for optimizer in self.optimizers:
             _check_optimizer(optimizer)
@@ -260,7 +260,7 @@ class StepGraph:
     # use
 
     def recapture(self) -> None:
-        """Capture anew at the next call, with parameters, gradients and attributes as they are then.
+        """Capture again at the next call, with parameters, gradients and attributes as they are then.
 
         Executable graphs stay and take the new addresses where the new capture has the same nodes; `report()` says so.
         """
@@ -271,7 +271,7 @@ class StepGraph:
         self._seen = {key: self._attributes for key in seen}
 
     def reset(self) -> None:
-        """Drop the graphs and their memory and warm up anew."""
+        """Drop the graphs and their memory, and warm up again."""
         self._drop()
 
     def _drop(self, keep_graphs: bool = False) -> None:
@@ -301,11 +301,11 @@ class StepGraph:
             self._suspended = before
 
     def report(self) -> Report:
-        """What is captured, and what it takes."""
+        """The captured graphs, with their memory and time."""
         return Report.of_shapes(self._reports) if self._reports else Report(self.phase)
 
     def explain(self, error: BaseException) -> str:
-        """What an error of this package means here and what to do about it."""
+        """An explanation of an error of this package here, and what to do about it."""
         return explain(error)
 
     def write_dot(self, path: str) -> None:

@@ -161,7 +161,7 @@ class ExpertSum(torch.autograd.Function):
 
 def grouped_linear(x: Tensor, routing: Routing, gathers: bool, stack: Stack) -> Tensor:
     """y [M, N] of x's rows as `routing` has them: of tokens [T, K] if it `gathers`, or of rows [M, K]."""
-    rows, place = (routing.source, routing.place) if gathers else (routing.own, None)
+    rows, place = (routing.source, routing.place) if gathers else (routing.row, None)
     call = GroupedCall(stack, routing.groups, rows, place)
     y: Tensor = GroupedLinear.apply(x, call, *stack.lora_A, *stack.lora_B)
     return y

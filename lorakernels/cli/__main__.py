@@ -82,9 +82,9 @@ def _run(module: Any, options: argparse.Namespace) -> int:
         gc.enable()
 
 
-def _unknown(words: Sequence[str], known: Sequence[str]) -> str:
+def _unknown(words: Sequence[str], options: Sequence[str]) -> str:
     if any(word.startswith("-") for word in words):
-        return unknown_argument(words, known)
+        return unknown_argument(words, options)
     return f"unexpected argument {words[0]!r}"
 
 

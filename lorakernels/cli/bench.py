@@ -25,20 +25,20 @@ NO_TESTS_COLLECTED = 5  # pytest's exit code
 
 def scripts() -> dict[str, Path]:
     """Name → benchmarks/KIND/bench_NAME.py, by name; empty for an installed wheel."""
-    found = {path.stem.removeprefix("bench_"): path for path in FOLDER.glob("*/bench_*.py")}
-    return dict(sorted(found.items()))
+    paths = {path.stem.removeprefix("bench_"): path for path in FOLDER.glob("*/bench_*.py")}
+    return dict(sorted(paths.items()))
 
 
 def tests_of(name: str) -> list[Path]:
     """The test files of an op or a layer: tests/**/test_NAME.py, the folder tests/NAME, and of an op the contract."""
-    found = sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
-    return found + [CONTRACT] * _has_cases(name)
+    files = sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
+    return files + [CONTRACT] * _has_cases(name)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = "|".join([*scripts(), "all"])
+    names = "|".join([*scripts(), "all"])
     parser.usage = (
-        f"lorakernels bench [{known}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
+        f"lorakernels bench [{names}] [--no-test] [--output DIR] [--device D] [--repetitions N] ...\n"
         "       lorakernels bench --quick [--device D]\n"
         "       lorakernels bench --tune [--shapes MxNxK ...] [--ranks R ...] [--top N] [--budget-s S]"
     )
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The largest exit code of what ran; 2 where there are no benchmarks, the name is unknown or has no test."""
-    if not (known := scripts()):
+    if not (available := scripts()):
         return _fail(
             "the benchmarks are in the source tree, not in an installed wheel; "
             "run `make bench` there, or install it with `pip install -e .`"
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
         return _script(TUNE, options)
     if args.quick:
         return _script(QUICK, ["--quick", *options])
-    if name not in (*known, "all"):
-        return _fail(f"no benchmark named {name!r}; there are {', '.join(known)} and all")
-    chosen = known if name == "all" else {name: known[name]}
-    return max(_bench(*each, options, not args.no_test) for each in chosen.items())
+    if name not in (*available, "all"):
+        return _fail(f"no benchmark named {name!r}; there are {', '.join(available)} and all")
+    chosen = available if name == "all" else {name: available[name]}
+    return max(_bench(*script, options, not args.no_test) for script in chosen.items())
 
 
 def _bench(name: str, script: Path, options: list[str], test: bool) -> int:

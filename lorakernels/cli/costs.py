@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `lorakernels doctor` says that an op's slower implementation costs."""
+"""The cost of an op's slower implementation, as `lorakernels doctor` shows it."""
 
 from __future__ import annotations
 

@@ -59,19 +59,19 @@ def _machine(facts: Facts) -> list[str]:
 def _device(device: Facts) -> str:
     if device["device"] == "cpu":
         return f"cpu     {device['name']}"
-    own, as_on = (".".join(map(str, device[key])) for key in ("capability", "ops_as_on"))
-    note = "" if own == as_on else f"; LORAKERNELS_CAPABILITY={as_on}: ops as there"
+    capability, as_on = (".".join(map(str, device[key])) for key in ("capability", "ops_as_on"))
+    note = "" if capability == as_on else f"; LORAKERNELS_CAPABILITY={as_on}: ops as there"
     return (
-        f"{device['device']:8}{device['name']}, compute capability {own}, "
+        f"{device['device']:8}{device['name']}, compute capability {capability}, "
         f"{device['multiprocessors']} multiprocessors, {device['memory_gib']} GiB{note}"
     )
 
 
 def _packages(facts: Facts) -> Iterator[str]:
     width = max(map(len, facts["packages"])) + 2
-    for name, found in facts["packages"].items():
-        note = f" ({facts[name]})" if name == "transformer_engine" and found else ""
-        yield f"{name:{width}}{found or 'not installed'}{note}"
+    for name, version in facts["packages"].items():
+        note = f" ({facts[name]})" if name == "transformer_engine" and version else ""
+        yield f"{name:{width}}{version or 'not installed'}{note}"
 
 
 def _build(extension: Facts) -> list[str]:
@@ -86,11 +86,11 @@ def _build(extension: Facts) -> list[str]:
             f"host part only ({why}, when it was built): a GPU runs Triton's and PyTorch's kernels",
         ]
     archs = build["cuda_archs"].replace(";", ", sm_")
-    found = f"{len(runtime['devices'])} GPUs" if not runtime["error"] else runtime["error"]
+    devices = f"{len(runtime['devices'])} GPUs" if not runtime["error"] else runtime["error"]
     return [
         compiler,
         f"CUDA compiled by nvcc {build['nvcc']} for sm_{archs}",
-        f"CUDA runtime {runtime['runtime_version']}, driver {runtime['driver_version']}: {found}",
+        f"CUDA runtime {runtime['runtime_version']}, driver {runtime['driver_version']}: {devices}",
     ]
 
 
@@ -100,11 +100,12 @@ def _ops(ops: dict[str, dict[str, str]]) -> list[str]:
     if len(set(rows.values())) == 1:
         rows = {f"all {len(rows)} ops": next(iter(rows.values()))}
     column, width = (
-        max(map(len, names)) + 2 for names in (rows, [found for found, _ in rows.values()])
+        max(map(len, names)) + 2
+        for names in (rows, [implementation for implementation, _ in rows.values()])
     )
     lines = [
-        f"{op:{column}}{found:{width}}{reason}{_cost(op, found)}"
-        for op, (found, reason) in rows.items()
+        f"{op:{column}}{implementation:{width}}{reason}{_cost(op, implementation)}"
+        for op, (implementation, reason) in rows.items()
     ]
     if slower := [op for op in rows if (op, rows[op][0]) in SLOWER]:
         lines += [
@@ -120,7 +121,7 @@ def _cost(op: str, implementation: str) -> str:
 
 
 def advice(facts: Facts) -> Iterator[str]:
-    """What to install or build, and what for: each a sentence with its command."""
+    """Advice on what to install or build, and why: a sentence with its command each."""
     gpus = [device for device in facts["devices"] if device["device"] != "cpu"]
     if facts["extension"]["error"]:
         yield "The extension: `pip install --force-reinstall --no-deps lorakernels`, or `pip install .` in its sources."

@@ -110,26 +110,26 @@ def _help(item: Field[Any], every: bool) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Run the job. Every expected failure becomes one line on stderr and an exit code."""
-    known = set(kinds()) | {"config"}
-    given = {name: value for name, value in vars(args).items() if name in known}
+    names = set(kinds()) | {"config"}
+    options = {name: value for name, value in vars(args).items() if name in names}
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    output = Path(str(given.get("output", ".")))
+    output = Path(str(options.get("output", ".")))
     try:
         from lorakernels.train.demo import DEMO_DEFAULTS, run_demo
 
-        options = resolve(given, DEMO_DEFAULTS)
-        output = Path(str(options.output))
-        _check_paths(options)
+        resolved = resolve(options, DEMO_DEFAULTS)
+        output = Path(str(resolved.output))
+        _check_paths(resolved)
         for module in NEEDED:
             require(module)
-        if options.demo:
-            run_demo(options)
+        if resolved.demo:
+            run_demo(resolved)
         else:
             from lorakernels.train.job import finetune
 
-            finetune(options)
+            finetune(resolved)
     except OptionError as error:
         return _fail(str(error), 2)
     except Interrupted as error:

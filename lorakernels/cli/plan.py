@@ -25,10 +25,10 @@ predictions are from what was measured."""
 
 def size(text: str) -> int:
     """Bytes of "80GB", "74.5GiB" or "80000000000"."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = UNITS.get(found[2].upper()) if found else None
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match[2].upper()) if match else None
     try:
-        value = int(float(found[1]) * unit) if found and unit else 0
+        value = int(float(match[1]) * unit) if match and unit else 0
     except (ValueError, OverflowError):
         value = 0
     if value < 1:
@@ -132,7 +132,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--allow-exposed", action="store_true",
-        help="accept gathers and copies that take longer than the layers beside them",
+        help="accept gathers and copies that take longer than the layers they overlap with",
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ _enable_hooks = LoraModel._enable_peft_forward_hooks
 
 
 def mend_hooks_of_calls() -> None:
-    """Let every LoraModel take the hooks of a call away at its end. A second time changes nothing."""
+    """Let every LoraModel remove the hooks of a call at its end. Calling this twice changes nothing more."""
     LoraModel._enable_peft_forward_hooks = _enabled_hooks
 
 
@@ -43,8 +43,8 @@ def _leaving_none(model: nn.Module, hooks: AbstractContextManager[None]) -> Iter
         with hooks:
             yield
     except BaseException:
-        for module, known in before.items():
-            for key in module._forward_pre_hooks.keys() - known:
+        for module, keys in before.items():
+            for key in module._forward_pre_hooks.keys() - keys:
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         raise

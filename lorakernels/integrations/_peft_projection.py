@@ -122,12 +122,12 @@ class PeftProjection(LoRALinear):
     def _parameters(self) -> dict[str, Any]:  # type: ignore[override]
         if self.layer.disable_adapters and self.layer.merged:
             self.layer.unmerge()  # PEFT's forward does the same
-        own, modules = self.base._parameters, self.layer._modules
+        base, modules = self.base._parameters, self.layer._modules
         factors: dict[str, Any] = {}
         if modules["lora_A"]._modules:  # PEFT may have deleted all
             adapter = self._adapter
             factors = {f: modules[f]._modules[adapter]._parameters["weight"] for f in _FACTORS}
-        return {"weight": own["weight"], "bias": own["bias"], **factors}
+        return {"weight": base["weight"], "bias": base["bias"], **factors}
 
     @property
     def _buffers(self) -> dict[str, Any]:  # type: ignore[override]

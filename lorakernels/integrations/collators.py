@@ -59,14 +59,15 @@ class FixedShapes:
                 f"the collator must pack documents into one row and return cu_seq_lens_q, found input_ids "
                 f"{list(rows.shape)} and {sorted(batch)}"
             )
-        found, longest = rows.shape[1], int(starts.diff().max())
-        if found > self.tokens or longest > self.longest:
+        tokens, longest = rows.shape[1], int(starts.diff().max())
+        if tokens > self.tokens or longest > self.longest:
             raise ValueError(
-                f"a batch must have at most {self.tokens} tokens and documents of {self.longest}, found {found} and "
+                f"a batch must have at most {self.tokens} tokens and documents of {self.longest}, found {tokens} and "
                 f"{longest}"
             )
         ends = [
-            min(at + self.longest, self.tokens) for at in range(found, self.tokens, self.longest)
+            min(start + self.longest, self.tokens)
+            for start in range(tokens, self.tokens, self.longest)
         ]
         starts = torch.cat([starts, starts.new_tensor(ends)])
         count = -(-(len(starts) - 1) // self.documents) * self.documents + 1
@@ -74,7 +75,7 @@ class FixedShapes:
         made = {key: value for key, value in batch.items() if key != "seq_idx"}
         made["input_ids"] = self._padded(rows, 0)
         made["labels"] = self._padded(batch["labels"], -100)
-        tail = (torch.arange(self.tokens - found) % self.longest)[None]
+        tail = (torch.arange(self.tokens - tokens) % self.longest)[None]
         made["position_ids"] = torch.cat([batch["position_ids"], tail.to(rows.dtype)], 1)
         made["cu_seq_lens_q"] = made["cu_seq_lens_k"] = starts
         made["max_length_q"] = made["max_length_k"] = self.longest

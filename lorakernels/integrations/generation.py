@@ -23,7 +23,7 @@ HOW = 'call generate with cache_implementation="static"'
 HOST = "layers of a sliding window, and others, count their tokens on the host: generate without a graph"
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _IDLE = (
-    "transformers.utils.output_capturing",  # its hooks stay after hidden states were asked for
+    "transformers.utils.output_capturing",  # its hooks stay after a call that returned hidden states
     "lorakernels.modules.batch.input",  # they look at a shape, which is the graph's own
 )
 
@@ -63,8 +63,8 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError("model must be in evaluation, found training mode: call model.eval()")
     check_device(next(model.parameters()).device)
     for name, module in model.named_modules():
-        found = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
-        if any(getattr(hook, "__module__", None) not in _IDLE for hook in found):
+        installed = [hook for hooks in _HOOKS for hook in getattr(module, hooks).values()]
+        if any(getattr(hook, "__module__", None) not in _IDLE for hook in installed):
             raise ValueError(f"{name or 'model'} has a forward hook, which a replay would not run")
 
 
@@ -90,12 +90,12 @@ class _TokenGraph:
         self.addresses: list[int] = []
         self.result: Any = None
 
-    # `generate` compiles a forward over a static cache, unless it is told not to
+    # `generate` compiles a forward over a static cache by default
     @torch.compiler.disable
-    def __call__(self, *given: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Any) -> Any:
         cache, ids = options.get("past_key_values"), options.get("input_ids")
-        if given or cache is None or torch.is_grad_enabled():
-            return self.forward(*given, **options)
+        if args or cache is None or torch.is_grad_enabled():
+            return self.forward(*args, **options)
         is_token = ids is not None and ids.shape[1] == 1
         if cache is not self.cache or not is_token:
             # a prompt: adapters may be others since the last one
@@ -106,7 +106,7 @@ class _TokenGraph:
             for name in ("hidden_states", "attentions"):
                 if getattr(result, name, None) is not None:
                     raise ValueError(
-                        f"{name} must not be asked for: each token writes over the last one's"
+                        f"{name} must not be requested: each token overwrites the last one's"
                     )
             self.is_warm = is_token
             return result
@@ -146,7 +146,10 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def captured(run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-    """(what launches the graph of `run`, what `run` returned, which each launch writes anew). Nothing is computed."""
+    """(a function that launches the graph of `run`, the output of `run`).
+
+    Each launch overwrites that output. Nothing is computed here.
+    """
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -168,7 +171,7 @@ def _check_cache(cache: Any) -> None:
 
 
 def _addresses(cache: Any) -> list[int]:
-    found = []
+    addresses = []
     for layer in cache.layers:
         for name in ("keys", "values", "cumulative_length"):
             tensor = getattr(layer, name, None)
@@ -177,5 +180,5 @@ def _addresses(cache: Any) -> list[int]:
                     f"the cache must have its {name} in a tensor, found {tensor!r}: of this transformers' static cache "
                     "no token can be captured"
                 )
-            found.append(tensor.data_ptr())
-    return found
+            addresses.append(tensor.data_ptr())
+    return addresses

@@ -48,8 +48,10 @@ class _Constructed:
     ) -> None:
         options.pop(_UNUSED, None)
         for name, value in _FIXED.items():
-            if (found := options.pop(name, value)) != value:
-                raise ValueError(f"{name} must be {value}, found {found!r}: it is not there yet")
+            if (passed := options.pop(name, value)) != value:
+                raise ValueError(
+                    f"{name} must be {value}, found {passed!r}: another value is not supported yet"
+                )
         if unknown := options.keys() - set(_TAKEN):
             raise TypeError(f"{type(self).__name__} takes no {sorted(unknown)}")
         if config.params_dtype == torch.float16:
@@ -73,8 +75,8 @@ class _Constructed:
             **options,
         )
         del self.__dict__["drawn"]
-        own: Any = self
-        for name, dim in own.dimensions.items():
+        shard: Any = self
+        for name, dim in shard.dimensions.items():
             if (part := getattr(self, name, None)) is not None and name != "weight":
                 part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, dim, 1
 
@@ -97,10 +99,10 @@ class _Constructed:
         """Megatron's default would save one rank's part as if all held it.
 
         Raises:
-            NotImplementedError: always, as it is not there yet.
+            NotImplementedError: always, as this is not supported yet.
         """
         raise NotImplementedError(
-            "Megatron's distributed checkpoints of LoRA layers are not there yet: save state_dict() of each rank"
+            "Megatron's distributed checkpoints of LoRA layers are not supported yet: save state_dict() of each rank"
         )
 
 
@@ -114,10 +116,10 @@ class ColumnParallelLinear(_Constructed, ColumnParallelLoRALinear):
         init_method: fills the whole weight [N, K] on each rank, which keeps its part. Draw alike on all ranks.
         lora: rank, scaling, dropout, FP8 recipe, from the ModuleSpec's `params`.
         tp_group: torch's process group; None takes Megatron's tensor-model-parallel group.
-        options: Megatron's own, and `fp8_state` and `name` of a LoRALinear. What is not there yet is refused.
+        options: Megatron's own, and `fp8_state` and `name` of a LoRALinear. Unsupported options are refused.
 
     Raises:
-        ValueError: an option is not there yet, or the ranks do not divide N.
+        ValueError: an option is not supported yet, or the ranks do not divide N.
         TypeError: an option is unknown, or `params_dtype` is float16.
     """
 
@@ -127,14 +129,16 @@ class ColumnParallelLinear(_Constructed, ColumnParallelLoRALinear):
         """(y [S, B, N/T], bias if `skip_bias_add`) of x [S, B, K], or of its part [S/T, B, K].
 
         Raises:
-            ValueError: a weight is given, or whole outputs are asked for.
+            ValueError: `weight` is not None, or `runtime_gather_output` is True.
         """
         if weight is not None:
             raise ValueError("weight must be None: the layer has a frozen weight of its own")
         if runtime_gather_output:
-            raise ValueError("runtime_gather_output must be None or False: it is not there yet")
-        found: tuple[Tensor, Tensor | None] = super().forward(x)
-        return found
+            raise ValueError(
+                "runtime_gather_output must be None or False: True is not supported yet"
+            )
+        output: tuple[Tensor, Tensor | None] = super().forward(x)
+        return output
 
 
 class RowParallelLinear(_Constructed, RowParallelLoRALinear):  # type: ignore[misc]
@@ -144,6 +148,6 @@ class RowParallelLinear(_Constructed, RowParallelLoRALinear):  # type: ignore[mi
         input_size, output_size, config, init_method, lora, tp_group, options: as for ColumnParallelLinear.
 
     Raises:
-        ValueError: an option is not there yet, or the ranks do not divide K.
+        ValueError: an option is not supported yet, or the ranks do not divide K.
         TypeError: as for ColumnParallelLinear.
     """

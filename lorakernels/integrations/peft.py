@@ -121,7 +121,7 @@ def register(
 
 
 def _all_linear(model: nn.Module, fp8: Recipe | None) -> set[str]:
-    """The paths of linear layers that PEFT can adapt by our layer, in FP8 or not, but for the output head."""
+    """The paths of linear layers, except the output head, that PEFT can adapt by our layer, in FP8 or not."""
     paths = match_targets(model, LoRAConfig(target_modules=ALL_LINEAR, fp8=fp8))
     taken = nn.Linear, FrozenFP8Linear
     modules = {path: model.get_submodule(path) for path in paths}

@@ -93,8 +93,8 @@ class _Quantize(ConversionOps):
         missing_keys: Any = None,
         **__: Any,
     ) -> dict[str, Tensor]:
-        for name, found in input_dict.items():
-            value = found[0] if isinstance(found, list) else found
+        for name, tensors in input_dict.items():
+            value = tensors[0] if isinstance(tensors, list) else tensors
             self.quantizer.put(model, name.removesuffix(".weight"), value)
             if missing_keys is not None:
                 missing_keys.discard(name)

@@ -210,8 +210,9 @@ def _take_over(path: str, linear: Any, plain: bool = False) -> tuple[Weight, Ten
     if _te_class(type(linear.weight)) is not None:
         scale_inv = linear.weight._scale_inv.detach().float().reshape(1).clone()
         if not bool((scale_inv.isfinite() & (scale_inv > 0)).all()):
-            found = scale_inv.item()
-            raise ValueError(f"{path}.weight must have a positive, finite scale_inv, found {found}")
+            raise ValueError(
+                f"{path}.weight must have a positive, finite scale_inv, found {scale_inv.item()}"
+            )
         return Weight(linear.weight._data.detach().contiguous(), scale_inv), bias
     weight = linear.weight.detach()
     if not (plain or weight.is_meta or bool(weight.isfinite().all())):
@@ -226,20 +227,20 @@ def _te_linears(model: nn.Module) -> dict[str, nn.Module]:
         TypeError: another TE module holds a linear weight.
         ValueError: `model` has no te.Linear, or is one itself.
     """
-    found = {}
+    linears = {}
     for path, module in model.named_modules():
         kind = _te_class(type(module))
         if kind is None:
             continue
         if (kind.__module__, kind.__name__) == _TE_LINEAR:
-            found[path] = module
+            linears[path] = module
         elif kind.__name__ in _WHY_NOT or _is_op(kind):
             _take_over(path or "model", module)  # raises
-    if not found:
+    if not linears:
         raise ValueError(f"{type(model).__name__} has no te.Linear: nothing to convert")
-    if "" in found:
+    if "" in linears:
         raise ValueError("model is a te.Linear itself: use from_te_linear")
-    return found
+    return linears
 
 
 def _common_recipe(linears: dict[str, nn.Module]) -> DelayedScaling:
@@ -291,10 +292,10 @@ def _check_state(name: str, module: nn.Module, recipe: DelayedScaling) -> None:
                 f"{key} has a history of {length} iterations, ours {recipe.amax_history_len}"
             )
     for field in ("margin", "fp8_format", "amax_compute_algo", "scaling_factor_compute_algo"):
-        found, ours = getattr(meta["recipe"], field, None), getattr(recipe, field, None)
-        found = getattr(found, "name", found)
-        if found != ours:
-            odd.append(f"{field} is {found!r}, ours {ours!r}")
+        theirs, ours = getattr(meta["recipe"], field, None), getattr(recipe, field, None)
+        theirs = getattr(theirs, "name", theirs)
+        if theirs != ours:
+            odd.append(f"{field} is {theirs!r}, ours {ours!r}")
     if odd:
         raise ValueError(
             f"{name}: TE's amax state does not fit: {'; '.join(odd)}. Take TE's recipe, or discard its state with "

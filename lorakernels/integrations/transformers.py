@@ -144,7 +144,7 @@ class LoRAKernelsCallback(TrainerCallback):
     The rules of `attach` about shapes, microbatches and skipped steps apply. On a GPU, decoder layers whose shapes
     repeat are replayed as CUDA graphs, and other shapes run eagerly. Embedding, last norm, head and loss, clipping,
     the optimizer and evaluation always run eagerly. A run that Trainer resumes draws other masks than an uninterrupted
-    run. Fused layers then begin dy's FP8 scales anew, and over PEFT's checkpoints, which hold none, all do.
+    run. Fused layers then start with new FP8 scales of dy. After PEFT's checkpoints, which hold none, all layers do.
 
     Attributes:
         attached: what `attach` returned, while Trainer trains.
@@ -186,8 +186,8 @@ class LoRAKernelsCallback(TrainerCallback):
             )
         self.model, self.attached = model, None
         self.why_not: str | None = None
-        given = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
-        self._options: dict[str, Any] = given | {"rng_state": rng_state} | options
+        named = {"graphs": graphs, "warmup_steps": warmup_steps, "layers": layers}
+        self._options: dict[str, Any] = named | {"rng_state": rng_state} | options
         inspect.signature(attach).bind_partial(model, **self._options)
 
     attached: Attached | None

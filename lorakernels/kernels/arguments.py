@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What csrc takes in place of tensors: dtypes by name, a stream, a tensor's part of an FP8 state."""
+"""Arguments that csrc takes in place of tensors: dtypes by name, a stream, a tensor's part of an FP8 state."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def is_valid(config: KernelConfig, problem: Problem, capability: tuple[int, int]
     return fits and problem.rank <= MAX_RANK and (config.block_m <= 64 or problem.m > 64)
 
 
-# {how: {tile: its time over that of 128 × 128 when splitting}}, H200: 8192³, and 4096² with a depth of 28672.
+# {how: {tile: its time ÷ the time of 128 × 128 with split sums}}, H200: 8192³, and 4096² with a depth of 28672.
 # Tiles of LOW rows are for outputs of no more: of others they would read the weight twice as often.
 # Their 0.6 is not measured: it only puts them before others where they may be taken.
 LOW = 64
@@ -78,12 +78,12 @@ CSRC_TILES = {
 
 @lru_cache(4096)
 def choose(problem: Problem, capability: tuple[int, int], multiprocessors: int) -> KernelConfig:
-    """The largest valid tiles of which there are enough; else the smallest.
+    """The largest valid tiles that give enough of them; else the smallest.
 
     Enough: one for each multiprocessor, or for every second one where two programs share one.
     """
-    known = TILES.get(capability, DEFAULT)
-    valid = [c for c in known if is_valid(c, problem, capability)] or [known[-1]]
+    configs = TILES.get(capability, DEFAULT)
+    valid = [c for c in configs if is_valid(c, problem, capability)] or [configs[-1]]
     busy = [c for c in valid if tiles(c, problem) * c.resident >= multiprocessors]
     config = busy[0] if busy else valid[-1]
     if os.environ.get("LORAKERNELS_PRINT_CONFIGS") == "1":

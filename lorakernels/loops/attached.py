@@ -201,11 +201,11 @@ class Attached:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in self.layers}))
         scales = sum(len(state.names) for state in self.fp8_states)
         masks = ", ".join(map(str, self.rng_states)) or "none, or from torch's generator"
-        given = " (given by attach)" if self._given else ""
+        origin = " (given by attach)" if self._given else ""
         how = "replayed as CUDA graphs" if self.replaying else f"eager: {self.why_not}"
         lines = [
             f"attached to {', '.join(type(o).__name__ for o in self.optimizers)}: "
-            f"{self.steps} steps, {self.skipped} left out; FP8 scales of {scales} layers; dropout: {masks}{given}",
+            f"{self.steps} steps, {self.skipped} left out; FP8 scales of {scales} layers; dropout: {masks}{origin}",
             f"{len(self.layers)} layers {kinds}: {how}; {self.replayed} of {self.microbatches} microbatches replayed",
         ]
         if self._configs:
@@ -265,18 +265,18 @@ def attach(
     optimizers = _optimizers(optimizer)
     _check(model, optimizers, warmup_steps, rng_state)
     _check_layers(model, layers)
-    found = list((layers if layers is not None else parts.adapted_list(model)) or [])
+    chosen = list((layers if layers is not None else parts.adapted_list(model)) or [])
     options = GraphOptions(
         on_new_shape=on_new_shape,
         max_shapes=max_shapes,
         mode=mode,
         backend=backend,
-        together=together_of(found),
+        together=together_of(chosen),
     )
     share_state(frozen_layers(model))  # PEFT makes a state for each layer
     attached = Attached(model, optimizers)
-    attached.layers = found
-    attached._reason = _why_not(model, found, graphs, backend is not None)
+    attached.layers = chosen
+    attached._reason = _why_not(model, chosen, graphs, backend is not None)
     try:
         _give(attached, rng_state)
         if attached._reason is None:
@@ -291,12 +291,14 @@ def attach(
 def _capture(attached: Attached, warmup_steps: int, grads: str, options: GraphOptions) -> None:
     """Start LayerGraphs, which captures the layers once their shapes repeat."""
     attached._configs = parts.without_cache(attached.model)
-    own = [state for layer in attached.layers for state in parts.fp8_states(layer)]  # one at most
+    states = [
+        state for layer in attached.layers for state in parts.fp8_states(layer)
+    ]  # one at most
     make = partial(
         GraphManager,
         attached.layers,
         warmup_steps=1,
-        fp8_state=own[0] if own else None,
+        fp8_state=states[0] if states else None,
         rng_states=attached.rng_states,
         grads=grads,
         options=options,
@@ -320,10 +322,10 @@ def _hook(attached: Attached) -> None:
 
 def _give(attached: Attached, state: PhiloxState | None) -> None:
     """Give `state` to adapters that have none, or a new one if graphs need it."""
-    found = list(parts.adapters(attached.model))
-    if state is None and attached._reason is None and any(map(parts.drops, found)):
-        state = parts.new_rng_state(next(found[0].parameters()).device)
-    for layer in found:
+    adapters = list(parts.adapters(attached.model))
+    if state is None and attached._reason is None and any(map(parts.drops, adapters)):
+        state = parts.new_rng_state(next(adapters[0].parameters()).device)
+    for layer in adapters:
         if state is not None and layer.rng_state is None:
             layer.rng_state = state
             attached._given.append(layer)
@@ -344,7 +346,7 @@ def _why_not(
 
 def _optimizers(optimizer: Any) -> list[Any]:
     """The optimizers themselves, taken out of Accelerate's wrappers."""
-    found = []
+    optimizers = []
     for one in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
         while not hasattr(one, "_optimizer_step_post_hooks") and hasattr(one, "optimizer"):
             one = one.optimizer
@@ -352,10 +354,10 @@ def _optimizers(optimizer: Any) -> list[Any]:
             raise TypeError(
                 f"optimizer must be a torch.optim.Optimizer, found {type(one).__name__}"
             )
-        found.append(one)
-    if not found:
+        optimizers.append(one)
+    if not optimizers:
         raise ValueError("optimizer must be one optimizer or several, found an empty list")
-    return found
+    return optimizers
 
 
 def _check(
@@ -382,8 +384,8 @@ def _check(
         )
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not own & trained:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not parameters & trained:
             raise ValueError(
                 f"{type(optimizer).__name__} has none of the model's {len(trained)} trained parameters: make it after "
                 "apply_lora"
@@ -395,9 +397,9 @@ def _check_layers(model: nn.Module, layers: Any) -> None:
         return
     if not isinstance(layers, list | tuple | nn.ModuleList) or not len(layers):
         raise TypeError(f"layers must be a list of the model's modules, found {layers!r}")
-    own = set(model.modules())
+    modules = set(model.modules())
     for index, layer in enumerate(layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"layers[{index}] must be a module, found {type(layer).__name__}")
-        if layer not in own:
+        if layer not in modules:
             raise ValueError(f"layers[{index}] is a {type(layer).__name__} that is not the model's")

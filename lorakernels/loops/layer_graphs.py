@@ -102,7 +102,7 @@ class LayerGraphs:
     def _why_eager(self, shape: Shape) -> str | None:
         if (changed := self.manager.changed()) is not None:
             self._changed = True
-            return f"{changed}; the layers are captured anew after the step"
+            return f"{changed}; the layers are captured again after the step"
         if shape in self._captured:
             return None
         if self._counts[shape] < self.warmup_steps:

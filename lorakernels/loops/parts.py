@@ -34,15 +34,15 @@ def drops(layer: Any) -> bool:
 
 def adapted_list(model: nn.Module) -> nn.ModuleList | None:
     """The ModuleList that holds the most adapters; None if no list holds one."""
-    found: nn.ModuleList | None = None
+    fullest: nn.ModuleList | None = None
     most, inside = 0, set[nn.Module]()
     for module in model.modules():
         if not isinstance(module, nn.ModuleList) or module in inside:
             continue
         inside |= set(module.modules())
         if (count := sum(1 for _ in adapters(module))) > most:
-            found, most = module, count
-    return found
+            fullest, most = module, count
+    return fullest
 
 
 def fp8_states(model: nn.Module) -> list[FP8State]:
@@ -53,8 +53,8 @@ def fp8_states(model: nn.Module) -> list[FP8State]:
 
 def rng_states(model: nn.Module) -> list[PhiloxState | PhiloxStates]:
     """The states from which layers with dropout draw, each once."""
-    found = (m.rng_state for m in adapters(model) if drops(m) and m.rng_state is not None)
-    return list({id(state): state for state in found}.values())
+    states = (m.rng_state for m in adapters(model) if drops(m) and m.rng_state is not None)
+    return list({id(state): state for state in states}.values())
 
 
 def advance(states: Sequence[PhiloxState | PhiloxStates], steps: int) -> None:
@@ -79,10 +79,10 @@ def new_rng_state(device: torch.device) -> PhiloxState:
 def without_cache(model: nn.Module) -> list[Any]:
     """Switch `config.use_cache` off, because a graph cannot take a cache. Returns the configs in which it was on."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    found: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
-    for config in found.values():
+    caching: dict[int, Any] = {id(c): c for c in configs if getattr(c, "use_cache", None) is True}
+    for config in caching.values():
         config.use_cache = False
-    return list(found.values())
+    return list(caching.values())
 
 
 def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
@@ -94,7 +94,7 @@ def why_no_graphs(layers: Sequence[nn.Module], on_gpu: bool) -> str | None:
     if on_gpu and tensors and tensors[0].device.type != "cuda":
         return f"the model is on {devices[0]}: CUDA graphs need a GPU"
     if any(is_sharded(p) for p in tensors):
-        return "parameters are sharded (FSDP2), and gathered anew at each forward"
+        return "parameters are sharded (FSDP2), and gathered again at each forward"
     for index, layer in enumerate(layers):
         if any(getattr(m, "_compiled_call_impl", None) is not None for m in layer.modules()):
             return f"layer {index} is compiled: torch.compile has graphs of its own (mode='reduce-overhead')"

@@ -34,7 +34,7 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) 
 
     Raises:
         RuntimeError: a graph holds the FP8 state's memory.
-        ValueError: the optimizer is a ShardedAdamW, which is not there yet, or has hooks, such as those of `attach`.
+        ValueError: the optimizer is a ShardedAdamW, which is not supported yet, or it has hooks, as `attach` adds them.
     """
     layers = adapters(model)
     states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
@@ -67,7 +67,7 @@ def _check(states: list[FP8State], optimizer: torch.optim.Optimizer | None) -> N
             )
     if isinstance(optimizer, ShardedAdamW):
         raise ValueError(
-            "optimizer must be one of torch's, found a ShardedAdamW: it is not there yet"
+            "optimizer must be one of torch's, found a ShardedAdamW, which is not supported yet"
         )
     hooks: Any = {} if optimizer is None else vars(optimizer)
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
@@ -76,8 +76,8 @@ def _check(states: list[FP8State], optimizer: torch.optim.Optimizer | None) -> N
 
 
 def _tensors_of(state: PhiloxState | PhiloxStates) -> list[Tensor]:
-    found = state.get_states().values() if isinstance(state, PhiloxStates) else (state,)
-    return [one.tensor for one in found]
+    states = state.get_states().values() if isinstance(state, PhiloxStates) else (state,)
+    return [one.tensor for one in states]
 
 
 def _value(x: Tensor) -> Callable[[], Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autocast asks of tensors on a kind of device. "meta" has no autocast, and torch raises if it is asked."""
+"""The dtype of autocast on a kind of device. "meta" has no autocast: torch raises for it, these functions do not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """To what autocast casts on devices of `kind`, such as "cuda"; None where it is off."""
+    """The dtype to which autocast casts on devices of `kind`, such as "cuda"; None if it is off."""
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)

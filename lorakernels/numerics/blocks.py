@@ -89,10 +89,10 @@ def _multiplied(values: Tensor, scales: Tensor, rows: int) -> Tensor:
 def _parts(size: int, block: int) -> list[tuple[slice, int, slice]]:
     """The whole blocks of a dimension, and the rest: (its elements, elements of a block, its blocks)."""
     whole = size // block
-    found = [(slice(whole * block), block, slice(whole))] if whole else []
+    parts = [(slice(whole * block), block, slice(whole))] if whole else []
     if rest := size % block:
-        found.append((slice(whole * block, size), rest, slice(whole, whole + 1)))
-    return found
+        parts.append((slice(whole * block, size), rest, slice(whole, whole + 1)))
+    return parts
 
 
 def quantize_weight_blocks(

@@ -45,13 +45,13 @@ def quantize_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     scales = [power_of_two_scale(amax) for amax in amaxes]
     finite = [torch.where(amax.isfinite(), 1.0, torch.nan) for amax in amaxes]
     parts = [quantize_fp8(x, s, E4M3) for x, s in zip((q, k, v), scales, strict=True)]
-    found = torch.cat([part.view(torch.uint8).transpose(1, 2) for part in parts], 2).contiguous()
+    data = torch.cat([part.view(torch.uint8).transpose(1, 2) for part in parts], 2).contiguous()
     factors = torch.zeros(FACTORS, 4, device=q.device)
-    for at, scale, one in zip((OF_Q, OF_K, OF_V), scales, finite, strict=True):
-        factors[at, 0] = (one / scale)[0]
+    for row, scale, one in zip((OF_Q, OF_K, OF_V), scales, finite, strict=True):
+        factors[row, 0] = (one / scale)[0]
     factors[OF_P, 0], factors[TO_P, 0], factors[TO_OUT, 0] = 1 / P_SCALE, P_SCALE, scales[2][0]
     factors[OF_OUT, 0] = (finite[0] * finite[1] * finite[2] / scales[2])[0]
-    return found, factors
+    return data, factors
 
 
 def dequantize_heads(
@@ -59,8 +59,8 @@ def dequantize_heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q̂ [B, H, T, D], k̂ and v̂ [B, Hk, T, D] of `quantize_heads`' result, as views of one matrix."""
     kv = (data.shape[2] - heads) // 2
-    at = factors.new_tensor([OF_Q] * heads + [OF_K] * kv + [OF_V] * kv).long()
-    wide = (data.view(E4M3).float() * factors[at, 0].view(1, 1, -1, 1)).to(dtype)
+    rows = factors.new_tensor([OF_Q] * heads + [OF_K] * kv + [OF_V] * kv).long()
+    wide = (data.view(E4M3).float() * factors[rows, 0].view(1, 1, -1, 1)).to(dtype)
     q, k, v = (part.transpose(1, 2) for part in wide.split([heads, kv, kv], 2))
     return q, k, v
 

@@ -17,7 +17,7 @@ PACKED_COLUMNS = 256  # a warp's, 8 a thread
 
 
 def packed_scales(rows: int, cols: int) -> tuple[int, int]:
-    """Shape of the scale_inv of gate_up's bytes [M, 2F]: one for 256 columns of a row of gate and those of up."""
+    """Shape of the scale_inv of gate_up's bytes [M, 2F]: one for 256 columns of a row of gate and of up."""
     return rows, -(-(cols // 2) // PACKED_COLUMNS)
 
 

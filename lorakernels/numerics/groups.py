@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the tokens of a mixture's experts lie while these multiply them: sorted by expert, each from a multiple of 128.
+"""Rows of tokens sorted by a mixture's experts. Each expert's rows begin at a multiple of 128.
 
 Every size follows from the numbers of tokens and experts alone, so that the host asks the device for nothing.
 """
@@ -14,22 +14,22 @@ from torch import Tensor
 
 from lorakernels.values import Groups
 
-GROUP_ROWS = 128  # at whose multiples a group begins
+GROUP_ROWS = 128  # a group begins at a multiple of it
 
 
 class Routing(NamedTuple):
-    """Which row is which token's.
+    """Which row holds which token.
 
     Attributes:
         groups: the experts' rows.
         source: int32 [M], the token whose copy a row is; −1 for none.
-        own: int32 [M], the row itself; −1 for none.
+        row: int32 [M], the row itself; −1 for none.
         place: int32 [T, J], the row of each token's j-th expert; −1 for no expert.
     """
 
     groups: Groups
     source: Tensor
-    own: Tensor
+    row: Tensor
     place: Tensor
 
 
@@ -61,8 +61,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     group_of = torch.where(group_of < experts, group_of, -1)
     groups = Groups(group_of.int(), starts.int(), (starts + counts).int())
     place = torch.where(place < rows, place, -1)
-    own = torch.where(source >= 0, torch.arange(rows, device=device), -1)
-    return Routing(groups, source.int(), own.int(), place.view(tokens, per_token).int())
+    rows_in_use = torch.where(source >= 0, torch.arange(rows, device=device), -1)
+    return Routing(groups, source.int(), rows_in_use.int(), place.view(tokens, per_token).int())
 
 
 def spans(groups: Groups) -> Iterator[tuple[int, slice]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan knows of a machine: a few rates. docs/plan.md names the recorded rows behind each.
+"""The machine of a plan: a few rates. docs/plan.md names the recorded rows behind each.
 
 Rates are of kernels that run alone for a moment, with the clock at its highest. A step that draws more than `power`
 is stretched as a whole, by the watts that each kind of kernel draws.

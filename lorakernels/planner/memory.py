@@ -14,10 +14,10 @@ from lorakernels.parallel.ranks.exchange import LEAST
 from lorakernels.planner.machine import Machine
 from lorakernels.planner.size import ELEMENT, ModelSize, projections, weights
 from lorakernels.planner.tensor import rows_exchanged
-from lorakernels.planner.time import Batch, whole_rows
+from lorakernels.planner.time import BatchSize, whole_rows
 
 SLOTS = 2  # whole layers of a sharded base
-STAGES = 3  # of what is on the host: one in use, two on their way
+STAGES = 3  # device copies of weights that lie on the host: one in use, two on their way
 TRAINED = 16  # bytes of a trained parameter: fp32 value, gradient and two moments
 CHUNK = 2048  # tokens whose logits exist at a time, linear_cross_entropy's default
 LOGITS = 10  # bytes of one of a part's: exp, its product with the factor, and that in bf16 (tensor/vocabulary.py)
@@ -27,11 +27,11 @@ FRAGMENTS = 0.04  # of a GPU's memory: 6 GiB of an H200's, as benchmarks/peers/t
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the frozen base of the layers lies: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
+    """The placement of the layers' frozen base: over `ranks` GPUs, 1 for whole on each; `offload` of it on the host.
 
-    What stays on one GPU needs no slot. Over several GPUs, slots hold what all of them have together. With
-    `embeddings`, embedding and head are split over them, too, and whole while they are used. `optimizer` is over how
-    many GPUs AdamW's state is split, as ShardedAdamW does.
+    On one GPU no memory slot is needed. Over several GPUs, slots hold layers that are gathered for use. With
+    `embeddings`, embedding and head are split over them, too, and whole only while in use. `optimizer` is the number of
+    GPUs over which AdamW's state is split, as ShardedAdamW does.
     """
 
     ranks: int = 1
@@ -77,7 +77,7 @@ class Bytes:
 
 
 def fractions(size: LayerSize) -> list[float]:
-    """What parts of a layer's base can be on the host, in order: none, and whole groups of weights of one input."""
+    """The fractions of a layer's base that can be on the host, in order. The weights of one input stay together."""
     groups = [n * k for n, k, _ in projections(size)]
     sets = (s for count in range(len(groups)) for s in combinations(groups, count))
     return sorted({sum(chosen) / sum(groups) for chosen in sets})
@@ -85,15 +85,15 @@ def fractions(size: LayerSize) -> list[float]:
 
 def bytes_of(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     gpus: int,
     placement: Placement,
     saves: Sequence[str],
 ) -> Bytes:
-    """What a GPU holds at most; `saves` is what each layer keeps for backward, one of `fuse`'s names.
+    """The peak bytes of a GPU. `saves` names what each layer keeps for backward, as in `fuse`.
 
-    `model` is the whole one. Where `batch.tp` GPUs hold layers together, each has its part.
+    `model` is the whole model. If `batch.tp` GPUs hold layers together, each has its part.
     """
     n, rho = placement.ranks, placement.offload
     whole, model = model, model.over(batch.tp)
@@ -129,19 +129,19 @@ def _optimizer(trained: int, ranks: int) -> int:
     return math.ceil(trained * TRAINED / ranks) + min(trained * TRAINED // 4, BUCKET_BYTES)
 
 
-def kept_of(model: ModelSize, batch: Batch, saves: Sequence[str]) -> int:
-    """Bytes that layers keep of a microbatch: `fuse`'s count, and what ranks that share rows keep besides.
+def kept_of(model: ModelSize, batch: BatchSize, saves: Sequence[str]) -> int:
+    """Bytes that layers keep of a microbatch: `fuse`'s count, and the extra bytes of ranks that share rows.
 
-    That is keys and values of all ranks: this rank's own lie with q in one block, and stay beside them. An adapted o
-    keeps the results of both chunks together, which attention of packed documents keeps one by one; with "full" it
-    keeps their bytes in FP8 alone. Layers that only keep their input keep neither.
+    That is the keys and values of all ranks. This rank's own keys and values lie with q in one block, which is kept as
+    well. An adapted o keeps the results of both chunks together; attention of packed documents keeps them one by one.
+    With "full" it keeps only their bytes in FP8. Layers that only keep their input keep neither.
 
-    Where `batch.tp` GPUs hold layers together, `model` is the whole one.
+    `model` is the whole model, also if `batch.tp` GPUs hold layers together.
     """
     return _kept(own_layers(model, batch), batch, saves)
 
 
-def _kept(layers: Sequence[LayerSize], batch: Batch, saves: Sequence[str]) -> int:
+def _kept(layers: Sequence[LayerSize], batch: BatchSize, saves: Sequence[str]) -> int:
     more = 0
     for size, save in zip(layers, saves, strict=True):
         if batch.ranks == 1 or save.startswith("checkpoint"):
@@ -152,11 +152,11 @@ def _kept(layers: Sequence[LayerSize], batch: Batch, saves: Sequence[str]) -> in
     return kept_bytes(layers, saves, batch.tokens, ELEMENT) + more
 
 
-def own_layers(model: ModelSize, batch: Batch) -> tuple[LayerSize, ...]:
-    """Layers whose bytes, by `fuse`'s count of `batch.tokens`, are those that a GPU keeps.
+def own_layers(model: ModelSize, batch: BatchSize) -> tuple[LayerSize, ...]:
+    """One GPU's layers: `fuse` counts for them and `batch.tokens` the bytes that the GPU keeps.
 
-    Of split layers it has its heads and columns, for all tokens. What has the width of hidden states it has for its own
-    tokens: as many bytes as a part of the width for all. s of o and down counts as whole, which is R wide.
+    A GPU has its heads and columns of a split layer, for all tokens. It keeps hidden states only for its own tokens.
+    They take as many bytes as a part of the width for all tokens. s of o and down, R wide, counts as whole.
     """
     if batch.tp == 1:
         return model.layers
@@ -166,7 +166,7 @@ def own_layers(model: ModelSize, batch: Batch) -> tuple[LayerSize, ...]:
 
 def saves_within(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     room: int,
     forms: Sequence[str],
     placement: Placement = Placement(),
@@ -174,41 +174,43 @@ def saves_within(
 ) -> list[str] | None:
     """The fastest of `mixes` whose bytes, with the workspace, are at most `room`; None if nothing fits.
 
-    `fuse` does not count all of them: `in_flight` microbatches, rows that ranks share, and what a backward needs, which
-    depends on the last layer's form.
+    This counts more than `fuse` does: `in_flight` microbatches, rows that ranks share, and the memory of a backward,
+    which depends on the last layer's form.
     """
-    split, own, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
+    split, sizes, layers = placement.split(model), model.over(batch.tp), own_layers(model, batch)
     for saves in mixes(layers, batch.tokens, ELEMENT, forms):
         kept = in_flight * _kept(layers, batch, saves)
-        if kept + _workspace(own, batch, saves, split) <= room:
+        if kept + _workspace(sizes, batch, saves, split) <= room:
             return saves
     return None
 
 
-def _workspace(model: ModelSize, batch: Batch, saves: Sequence[str], split: Sequence[int]) -> int:
-    """At the turn, where all layers keep what they keep: the loss, or the last layer's backward.
+def _workspace(
+    model: ModelSize, batch: BatchSize, saves: Sequence[str], split: Sequence[int]
+) -> int:
+    """Bytes between forward and backward, when all layers hold what they keep: the loss, or the last layer's backward.
 
-    A head that is split, the last of `split`, is whole at the loss. Ranks that share rows have gradients of all keys
-    and values then: of both chunks in 16 bits, their sum in fp32, and that by rank (context/attention.py). Those that
-    read each other's memory have only the first of these.
+    A head that is split, the last of `split`, is whole at the loss. Ranks that share rows then have gradients of all
+    keys and values: of both chunks in 16 bits, their sum in fp32, and the sum ordered by rank (context/attention.py).
+    Ranks that read each other's memory have only the first of these.
 
-    Ranks that hold layers together have hidden states of their own tokens. At the loss each has all of them, and their
-    gradient (tensor/vocabulary.py). `model` is what a rank has.
+    Ranks that hold layers together have hidden states of their own tokens. At the loss each has all hidden states, and
+    their gradient (tensor/vocabulary.py). `model` is one rank's part.
     """
     hidden, tokens = ELEMENT * batch.rows * model.layers[-1].hidden, min(batch.tokens, CHUNK)
     loss = ELEMENT * tokens * model.vocabulary + sum(split[-1:])
     if batch.tp > 1:
-        each = LOGITS if model.split else ELEMENT
-        loss = each * tokens * model.vocabulary + 2 * batch.tp * hidden
+        element = LOGITS if model.split else ELEMENT
+        loss = element * tokens * model.vocabulary + 2 * batch.tp * hidden
     layer = _layer(model.layers[-1], batch, saves[-1])
     return 3 * hidden + max(loss, layer + 6 * whole_rows(model.layers[-1], batch))
 
 
-def _layer(size: LayerSize, batch: Batch, form: str) -> int:
+def _layer(size: LayerSize, batch: BatchSize, form: str) -> int:
     """Bytes of one layer's backward: gradients of h, gate and up, and what a recomputed layer keeps.
 
-    A part of a layer has a gradient of h for all tokens, which ranks sum, besides its own tokens' two. A gradient in
-    blocks has the transposed weight beside it.
+    A part of a layer has a gradient of h for all tokens, which ranks sum, and two more for its own tokens. A gradient
+    in blocks also needs the transposed weight.
     """
     save, tokens = form.removesuffix(AWAY), batch.tokens
     row = 4 * size.ffn
@@ -220,13 +222,13 @@ def _layer(size: LayerSize, batch: Batch, form: str) -> int:
     if save == "checkpoint":
         kept = replace(size, hidden=size.hidden // batch.tp)
         again = kept.saved_bytes("recompute", tokens) - kept.saved_bytes("checkpoint", tokens)
-    own = 4 * batch.rows * size.hidden
+    gradient = 4 * batch.rows * size.hidden
     sums = 2 * tokens * size.hidden if batch.tp > 1 else 0
     turned = max(n * k for n, k, _ in projections(size)) if size.blocks else 0
-    return tokens * row + own + sums + again + turned
+    return tokens * row + gradient + sums + again + turned
 
 
-def _exchange(model: ModelSize, batch: Batch) -> int:
+def _exchange(model: ModelSize, batch: BatchSize) -> int:
     """Bytes that ranks which share rows keep for their exchange (ranks/exchange.py), in memory that only grows.
 
     A rank's own keys and values come first, and then the gradients of all, in fp32. Each is a power of two of bytes.

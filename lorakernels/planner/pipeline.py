@@ -4,10 +4,10 @@
     step    m · T + Σ T of the other stages + 2 (m + p − 2) sends        T: of the slowest stage, a microbatch
     bubble  1 − m · T / step; of p stages that take equally long, without sends, (p − 1) / (m + p − 1)
 
-The first term is the slowest stage's own work. The others fill and drain the pipeline once, before and after it. For
-equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model Training on
-GPU Clusters Using Megatron-LM", 2021, §2.2). Sends are of hidden states and their gradients. All are counted, as over
-NCCL. By copy engines those of the first term run beside it.
+The first term is the slowest stage's own work. The other stages fill and drain the pipeline once, before and after
+it. For equal stages that is (p − 1) / m of the ideal time (Narayanan et al., "Efficient Large-Scale Language Model
+Training on GPU Clusters Using Megatron-LM", 2021, §2.2). Sends carry hidden states and their gradients. All are
+counted, as over NCCL. With copy engines, the sends during the first term overlap with it.
 
 Stage s of p has min(m, p − s) microbatches in flight, whose activations it keeps. torch's stages also have buffers for
 each microbatch. All but the first stage receive hidden states in them, and all but the last receive their gradients.
@@ -27,8 +27,8 @@ from lorakernels.planner.machine import Machine
 from lorakernels.planner.memory import Bytes, Placement, bytes_of, saves_within
 from lorakernels.planner.size import ELEMENT, ModelSize
 from lorakernels.planner.time import (
-    Batch,
-    Parts,
+    BatchSize,
+    KernelSeconds,
     adamw,
     backward,
     exchanged,
@@ -45,7 +45,7 @@ class Pipeline:
     Attributes:
         ranks, microbatches: p and m.
         layers: how many each stage has.
-        fullest: the stage of which a plan has the bytes.
+        fullest: the stage with the most bytes. A plan shows its bytes.
         bubble: the fraction of a step in which the slowest stage's rank waits.
     """
 
@@ -56,7 +56,7 @@ class Pipeline:
     bubble: float
 
 
-class Stage(NamedTuple):
+class PlannedStage(NamedTuple):
     """One stage of a plan.
 
     Attributes:
@@ -76,12 +76,12 @@ class Stage(NamedTuple):
 class Steps(NamedTuple):
     """All stages, and the seconds of a step with its bubble."""
 
-    stages: list[Stage]
+    stages: list[PlannedStage]
     pipeline: Pipeline
     step: float
 
     @property
-    def fullest(self) -> Stage:
+    def fullest(self) -> PlannedStage:
         return self.stages[self.pipeline.fullest]
 
 
@@ -89,19 +89,19 @@ def part_of(model: ModelSize, stages: int) -> list[ModelSize]:
     """The sizes of each stage. The first has the embedding, the last the norm and the head; tied ones are on both."""
     embedding = ELEMENT * model.vocabulary * model.layers[0].hidden
     ranks = sum(sum(layer.ranks) for layer in model.layers)
-    found = []
+    sizes = []
     for i, part in enumerate(cut(len(model.layers), stages)):
         layers = tuple(model.layers[j] for j in part)
         first, last = i == 0, i == stages - 1
         outside = embedding * first + max(model.outside - embedding, embedding) * last
         share = sum(sum(layer.ranks) for layer in layers) / max(ranks, 1)
         trained = round(model.trained * share)
-        found.append(ModelSize(layers, model.vocabulary * last, outside, trained))
-    return found
+        sizes.append(ModelSize(layers, model.vocabulary * last, outside, trained))
+    return sizes
 
 
 def stages_within(
-    model: ModelSize, batch: Batch, machine: Machine, pipeline: tuple[int, int]
+    model: ModelSize, batch: BatchSize, machine: Machine, pipeline: tuple[int, int]
 ) -> Steps | int:
     """The fastest form of each stage's layers that fits. If one does not fit, its number.
 
@@ -109,7 +109,7 @@ def stages_within(
         pipeline: p and m.
     """
     ranks, microbatches = pipeline
-    found = []
+    stages = []
     for i, part in enumerate(part_of(model, ranks)):
         least = stage(part, batch, machine, (i, *pipeline), ["checkpoint"] * len(part.layers))
         used = least.bytes
@@ -118,11 +118,11 @@ def stages_within(
         saves = saves_within(part, batch, room, SAVE, in_flight=min(microbatches, ranks - i))
         if saves is None:
             return i
-        found.append(stage(part, batch, machine, (i, *pipeline), saves))
-    return steps(model, batch, machine, pipeline, found)
+        stages.append(stage(part, batch, machine, (i, *pipeline), saves))
+    return steps(model, batch, machine, pipeline, stages)
 
 
-def buffers(batch: Batch, part: ModelSize, place: tuple[int, int, int]) -> int:
+def buffers(batch: BatchSize, part: ModelSize, place: tuple[int, int, int]) -> int:
     """Bytes in which a stage receives. `place` is the stage's number, p and m."""
     index, ranks, microbatches = place
     ways = (index > 0) + (index < ranks - 1)
@@ -131,23 +131,23 @@ def buffers(batch: Batch, part: ModelSize, place: tuple[int, int, int]) -> int:
 
 def stage(
     part: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     place: tuple[int, int, int],
     saves: Sequence[str],
-) -> Stage:
-    """What a stage takes, whether it fits or not. `place` is the stage's number, p and m."""
+) -> PlannedStage:
+    """The plan of one stage, whether it fits or not. `place` is the stage's number, p and m."""
     index, ranks, microbatches = place
     used = bytes_of(part, batch, machine, 1, Placement(), saves)
     received = buffers(batch, part, place)
     kept = used.kept * min(microbatches, ranks - index)
-    parts = head(part, batch, machine) if part.vocabulary else Parts()
+    parts = head(part, batch, machine) if part.vocabulary else KernelSeconds()
     for size, save in zip(part.layers, saves, strict=True):
         parts += forward(size, batch, machine, save) + backward(size, batch, machine, save)
     factor = stretched(parts, machine)
     pairs = zip(part.layers, saves, strict=True)
     rows = sum(exchanged(size, batch, machine, save) for size, save in pairs)
-    return Stage(
+    return PlannedStage(
         tuple(saves),
         replace(used, kept=kept, workspace=used.workspace + received),
         parts.seconds * factor + rows,
@@ -158,24 +158,24 @@ def stage(
 
 def steps(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     pipeline: tuple[int, int],
-    stages: list[Stage],
+    stages: list[PlannedStage],
 ) -> Steps:
     """A step of 1F1B over `stages`. `pipeline` is p and m."""
     ranks, microbatches = pipeline
-    times = [each.seconds for each in stages]
-    own = microbatches * max(times)
+    times = [stage.seconds for stage in stages]
+    busy = microbatches * max(times)
     hidden = ELEMENT * batch.tokens * model.layers[0].hidden
     sends = 2 * (microbatches + ranks - 2) * hidden / machine.peer
-    through = own + sum(times) - max(times) + sends
-    totals = [each.bytes.total for each in stages]
-    found = Pipeline(
+    through = busy + sum(times) - max(times) + sends
+    totals = [stage.bytes.total for stage in stages]
+    pipelined = Pipeline(
         ranks,
         microbatches,
-        tuple(len(each.saves) for each in stages),
+        tuple(len(stage.saves) for stage in stages),
         totals.index(max(totals)),
-        1 - own / through,
+        1 - busy / through,
     )
-    return Steps(stages, found, through + max(each.update for each in stages))
+    return Steps(stages, pipelined, through + max(stage.update for stage in stages))

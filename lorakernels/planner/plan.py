@@ -4,7 +4,7 @@
 `ShardPlan.of` looks at every placement of the base: whole or sharded, with groups of each layer's weights on the host.
 For each it takes the fastest `save` of the layers that fits (fusion/memory.py), and keeps the placement whose step is
 shortest. What layers keep may wait in host memory, too. Of plans within 1 % of the shortest step, the one with the
-least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that runs beside it.
+least on the host wins. A gather or host copy is hidden if it takes no longer than the layer that it overlaps with.
 
 Context, tensor and pipeline parallel are given, not chosen: how many ranks share each row, hold each layer together, or
 have the layers as stages.
@@ -39,9 +39,9 @@ from lorakernels.planner.size import ELEMENT, ModelSize, weights
 from lorakernels.planner.tensor import crossings, ends
 from lorakernels.planner.time import (
     REPLAY,
-    Batch,
+    BatchSize,
+    KernelSeconds,
     LayerTime,
-    Parts,
     around,
     backward,
     exchanged,
@@ -58,21 +58,21 @@ class ShardPlan:
     """How a model is trained, and what it takes. `print(plan)` shows all of it.
 
     Attributes:
-        machine: whose rates were taken.
+        machine: its rates were used.
         batch: of a microbatch, and how many GPUs share it.
         gpus: how many train.
         placement: over how many GPUs the base is sharded, the fraction of it in host memory, and whether embedding and
             head are split over these GPUs, too. Of layers that GPUs hold together, those with equal parts share them.
         saves: what each layer keeps for backward.
         bytes: of one GPU, part by part.
-        layer: times of the layer of which most is exposed; of layers alike, the last one's. Of stages, of the fullest.
+        layer: times of the layer with most seconds exposed, the last of equal ones. With stages, of the fullest stage.
         step: seconds of one optimizer step.
         exposed: seconds of it that gathers and copies add.
         pipeline: how a step runs through stages; None without pipeline parallel. `bytes` are of the fullest stage then.
     """
 
     model: ModelSize
-    batch: Batch
+    batch: BatchSize
     machine: Machine
     gpus: int
     placement: Placement
@@ -108,20 +108,20 @@ class ShardPlan:
             machine: a name of `MACHINES`, rates, or "probe" to measure this machine's current GPU.
             host_memory: bytes that may be pinned on the host, for all GPUs; 0 offloads nothing. None is the limit of
                 this process's control groups, and 0 if they set none.
-            allow_exposed: accept gathers and copies that take longer than the layers beside them.
+            allow_exposed: accept gathers and copies that take longer than the layers they overlap with.
 
         Raises:
             TypeError: the model is no transformers model or config.
             ValueError: a number is not positive, axes do not fit each other or the model, the machine or the model's
                 family is unknown, nothing fits, or what fits is not hidden.
         """
-        found = _machine(machine)
+        rates = _machine(machine)
         if memory is not None:
-            found = found.with_memory(positive("memory", memory))
+            rates = rates.with_memory(positive("memory", memory))
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)
-        batch = Batch(positive("tokens", many), positive("tokens", length), axes.cp, axes.tp)
+        batch = BatchSize(positive("tokens", many), positive("tokens", length), axes.cp, axes.tp)
         if host_memory is not None and host_memory < 0:
             raise ValueError(f"host_memory must not be negative, found {host_memory}")
         host = (host_memory_limit() or 0) if host_memory is None else host_memory
@@ -129,11 +129,11 @@ class ShardPlan:
             host = 0
         size = ModelSize.of(model, lora, axes.tp)
         if axes.pp > 1:
-            return _staged(size, batch, found, axes)
+            return _staged(size, batch, rates, axes)
         split = axes.gpus if axes.sharded_optimizer else 1
-        plans = candidates(size, batch, found, axes.gpus, host, split)
+        plans = candidates(size, batch, rates, axes.gpus, host, split)
         if not plans:
-            raise ValueError(_nothing_fits(size, batch, found, axes.gpus, host, split))
+            raise ValueError(_nothing_fits(size, batch, rates, axes.gpus, host, split))
         hidden = [plan for plan in plans if plan.exposed <= EXPOSED * plan.step]
         if not hidden and not allow_exposed:
             raise ValueError(_not_hidden(_best(plans)))
@@ -149,7 +149,7 @@ class ShardPlan:
 
     @property
     def memory_budget(self) -> int:
-        """What `fuse(memory_budget=…)` takes to choose `saves`, of all layers together: without stages.
+        """The `memory_budget` with which `fuse` chooses these `saves`, over all layers together: without stages.
 
         It is of whole layers: before `parallelize` cuts them.
         """
@@ -157,7 +157,7 @@ class ShardPlan:
 
     @property
     def offload_activations(self) -> bool:
-        """What `fuse(offload_activations=…)` takes to choose `saves`."""
+        """The `offload_activations` with which `fuse` chooses these `saves`."""
         return any(save.endswith(AWAY) for save in self.saves)
 
     def __str__(self) -> str:
@@ -166,13 +166,13 @@ class ShardPlan:
 
 def predict(
     model: ModelSize,
-    batch: Batch,
+    batch: BatchSize,
     machine: Machine,
     gpus: int,
     placement: Placement,
     saves: Sequence[str],
 ) -> ShardPlan:
-    """What a choice takes, whether it fits or not. `model` is the whole one.
+    """The plan for a given choice, whether it fits or not. `model` is the whole model.
 
     A whole base on one GPU is one graph a step, all else graphs by layer.
     """
@@ -188,10 +188,12 @@ def predict(
             parts += crossed.parts
             waits += crossed.waits
     split = placement.split(model)
-    arrivals = max(0, len(layers) - 2)  # each way: at a turn, two layers are there still
+    arrivals = max(
+        0, len(layers) - 2
+    )  # each way: when the direction changes, two layers are still gathered
     # a gathered byte is written once, and each byte of a shard is read by n GPUs; a copied one is written
     traffic = 2.0 if placement.ranks > 1 else placement.offload
-    parts += Parts(
+    parts += KernelSeconds(
         memory=2 * arrivals * traffic * max(map(weights, model.layers)) / machine.bandwidth
     )
     factor = stretched(parts, machine, waits)
@@ -200,7 +202,7 @@ def predict(
     exposed = (
         sum(times[kind].exposed * count for kind, count in counts.items()) * arrivals / len(layers)
     )
-    # the embedding and the head, once each; nothing runs beside them
+    # the embedding and the head, once each; nothing overlaps with them
     both = sum(split[:1] + split[-1:])
     exposed += both * (placement.ranks - 1) / placement.ranks / machine.peer
     one_graph = gpus == 1 and not placement.offload
@@ -222,7 +224,11 @@ def predict(
 
 
 def _layer_time(
-    kind: tuple[LayerSize, str], batch: Batch, machine: Machine, placement: Placement, factor: float
+    kind: tuple[LayerSize, str],
+    batch: BatchSize,
+    machine: Machine,
+    placement: Placement,
+    factor: float,
 ) -> LayerTime:
     """The times of a layer in its form. It takes `factor` times as long as its kernels alone."""
     (size, save), n = kind, placement.ranks
@@ -233,7 +239,7 @@ def _layer_time(
         (forward(size, batch, machine, save) + there.parts).seconds * factor,
         (backward(size, batch, machine, save) + back.parts).seconds * factor,
         gather,
-        # a GPU copies its own part from the host, which the others then gather
+        # a GPU copies its own part from the host; all GPUs then gather the parts
         placement.offload * (block / n / machine.host + gather),
         host_bytes(size, save, batch.tokens, ELEMENT) / machine.host,
         exchanged(size, batch, machine, save),
@@ -246,17 +252,17 @@ def _averaged(trained: int, gpus: int, machine: Machine) -> float:
     return 2 * 4 * trained * (gpus - 1) / gpus / machine.peer
 
 
-def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) -> ShardPlan:
+def _staged(model: ModelSize, batch: BatchSize, machine: Machine, axes: PlanAxes) -> ShardPlan:
     """The plan over pipeline stages, if it fits."""
-    found = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
-    if not isinstance(found, Steps):
+    staged = stages_within(model, batch, machine, (axes.pp, axes.in_a_step))
+    if not isinstance(staged, Steps):
         raise ValueError(
-            f"memory: stage {found} of {axes.pp} does not fit {machine.memory / 1e9:.1f} GB with its layers "
-            f"checkpointed and {min(axes.in_a_step, axes.pp - found)} microbatches of {batch.tokens} tokens in flight: "
-            "take more stages, or fewer tokens"
+            f"memory: stage {staged} of {axes.pp} does not fit {machine.memory / 1e9:.1f} GB with its layers "
+            f"checkpointed and {min(axes.in_a_step, axes.pp - staged)} microbatches of {batch.tokens} tokens in "
+            "flight: take more stages, or fewer tokens"
         )
-    fullest = found.fullest
-    last = model.layers[sum(found.pipeline.layers[: found.pipeline.fullest + 1]) - 1]
+    fullest = staged.fullest
+    last = model.layers[sum(staged.pipeline.layers[: staged.pipeline.fullest + 1]) - 1]
     kind = last, fullest.saves[-1]
     trained = model.trained // axes.pp
     return ShardPlan(
@@ -265,36 +271,36 @@ def _staged(model: ModelSize, batch: Batch, machine: Machine, axes: PlanAxes) ->
         machine,
         axes.gpus,
         Placement(),
-        tuple(save for each in found.stages for save in each.saves),
+        tuple(save for stage in staged.stages for save in stage.saves),
         fullest.bytes,
         _layer_time(kind, batch, machine, Placement(), fullest.factor),
-        found.step + _averaged(trained, axes.gpus // axes.pp, machine),
+        staged.step + _averaged(trained, axes.gpus // axes.pp, machine),
         0.0,
-        found.pipeline,
+        staged.pipeline,
     )
 
 
 def candidates(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int = 1
+    model: ModelSize, batch: BatchSize, machine: Machine, gpus: int, host: int, optimizer: int = 1
 ) -> list[ShardPlan]:
     """A plan for each placement of the base that fits the GPU's memory and `host` bytes of the host's.
 
     Where none does, a plan for each that also splits embedding and head. `optimizer` is the placement's.
     """
-    # one GPU has nobody to split them with, and GPUs that hold layers together split them by tokens
+    # one GPU cannot split them, and GPUs that hold layers together split them by tokens
     can_split = [False, True] if gpus > 1 and batch.tp == 1 else [False]
     for embeddings in can_split:
         end = Placement(gpus // batch.tp, embeddings=embeddings, optimizer=optimizer)
-        if found := _candidates(model, batch, machine, end, host):
-            return found
+        if plans := _candidates(model, batch, machine, end, host):
+            return plans
     return []
 
 
 def _candidates(
-    model: ModelSize, batch: Batch, machine: Machine, over: Placement, host: int
+    model: ModelSize, batch: BatchSize, machine: Machine, over: Placement, host: int
 ) -> list[ShardPlan]:
     """Plans over one GPU and over all of `over`, which says what else is split."""
-    found, gpus = list[ShardPlan](), over.ranks * batch.tp
+    plans, gpus = list[ShardPlan](), over.ranks * batch.tp
     all_forms = (SAVE, OFFLOADED) if host else (SAVE,)
     ways = [(ranks, forms) for ranks in {1, over.ranks} for forms in all_forms]
     for (ranks, forms), offload in product(ways, fractions(max(model.layers, key=weights))):
@@ -305,12 +311,12 @@ def _candidates(
             continue
         plan = predict(model, batch, machine, gpus, placement, saves)
         if plan.bytes.host <= host:
-            found.append(plan)
-    return found
+            plans.append(plan)
+    return plans
 
 
 def _saves(
-    model: ModelSize, batch: Batch, machine: Machine, placement: Placement, forms: Sequence[str]
+    model: ModelSize, batch: BatchSize, machine: Machine, placement: Placement, forms: Sequence[str]
 ) -> list[str] | None:
     """The fastest `save` of each layer that fits, None if nothing does."""
     none = ["checkpoint"] * len(model.layers)
@@ -326,19 +332,19 @@ def _best(plans: list[ShardPlan]) -> ShardPlan:
     return min(fastest, key=lambda p: (p.bytes.host, p.placement.ranks))
 
 
-def _machine(given: str | Machine) -> Machine:
-    if given == "probe":
+def _machine(machine: str | Machine) -> Machine:
+    if machine == "probe":
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
         return probe(device)
-    found = MACHINES.get(given) if isinstance(given, str) else given
-    if found is None:
+    rates = MACHINES.get(machine) if isinstance(machine, str) else machine
+    if rates is None:
         names = ", ".join(MACHINES)
-        raise ValueError(f"machine must be probe or one of {names}, found {given!r}")
-    return found
+        raise ValueError(f"machine must be probe or one of {names}, found {machine!r}")
+    return rates
 
 
 def _nothing_fits(
-    model: ModelSize, batch: Batch, machine: Machine, gpus: int, host: int, optimizer: int
+    model: ModelSize, batch: BatchSize, machine: Machine, gpus: int, host: int, optimizer: int
 ) -> str:
     saves, tp = ["checkpoint"] * len(model.layers), batch.tp
     placement = Placement(gpus // tp, embeddings=tp == 1, optimizer=optimizer)

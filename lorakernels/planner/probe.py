@@ -80,12 +80,12 @@ def _peer_rate(source: Tensor, otherwise: float) -> float:
 def _seconds(call: Callable[[], object], often: int = 5) -> float:
     """The least of a few calls, behind one that is not counted."""
     call()
-    found = []
+    times = []
     for _ in range(often):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return min(found)
+        times.append(start.elapsed_time(end) / 1e3)
+    return min(times)

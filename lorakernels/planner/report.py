@@ -9,14 +9,14 @@ from typing import Protocol
 from lorakernels.planner.machine import Machine
 from lorakernels.planner.memory import Bytes, Placement
 from lorakernels.planner.pipeline import Pipeline
-from lorakernels.planner.time import Batch, LayerTime
+from lorakernels.planner.time import BatchSize, LayerTime
 
 
 class Planned(Protocol):
-    """What of a ShardPlan is told."""
+    """The attributes of a ShardPlan that a report shows."""
 
     @property
-    def batch(self) -> Batch: ...
+    def batch(self) -> BatchSize: ...
 
     @property
     def machine(self) -> Machine: ...

@@ -51,26 +51,26 @@ class ModelSize:
         return tp > 1 and self.plain and self.vocabulary % tp == 0
 
     def over(self, tp: int) -> ModelSize:
-        """What one of `tp` GPUs has that hold each layer together, as `parallelize` cuts it.
+        """The part of one of `tp` GPUs that hold each layer together, as `parallelize` cuts it.
 
-        Projections by column have A whole, those by row B: Σ R · hidden numbers of a layer.
+        Each GPU has the whole A of column projections and the whole B of row projections: Σ R · hidden per layer.
         """
         if tp == 1:
             return self
         layers = tuple(split_layer(size, tp) for size in self.layers)
         held = sum(size.hidden * sum(size.ranks) for size in self.layers)
-        found = replace(
+        share = replace(
             self,
             layers=layers,
             outside=self.outside - sum(map(scales, self.layers)) + sum(map(scales, layers)),
             trained=held + math.ceil((self.trained - held) / tp),
         )
         if not self.splits_vocabulary(tp):
-            return found
+            return share
         ends = tuple(end // tp for end in self.ends)
-        outside = found.outside - sum(self.ends) + sum(ends)
+        outside = share.outside - sum(self.ends) + sum(ends)
         vocabulary = self.vocabulary // tp
-        return replace(found, ends=ends, outside=outside, vocabulary=vocabulary, split=True)
+        return replace(share, ends=ends, outside=outside, vocabulary=vocabulary, split=True)
 
     @classmethod
     def of(cls, model: Any, lora: LoRAConfig | None, tp: int = 1) -> ModelSize:
@@ -80,7 +80,7 @@ class ModelSize:
             model: a config or a model. A model that has adapters keeps its own.
             lora: adapters of a config or of a model without any; None is r = 16 on all linear layers. The base has
                 blocks where the adapters' recipe is `BlockScaling`, else one scale for each tensor.
-            tp: GPUs that are to hold each layer together. Sizes are those of the whole model all the same.
+            tp: GPUs that are to hold each layer together. The sizes still describe the whole model.
 
         Raises:
             TypeError: `model` is neither.
@@ -123,7 +123,7 @@ class ModelSize:
 
 
 def split_layer(size: LayerSize, tp: int) -> LayerSize:
-    """What one of `tp` GPUs has of a layer: some heads, and some columns between gate, up and down."""
+    """The part of a layer on one of `tp` GPUs: some heads, and some columns between gate, up and down."""
     return replace(
         size,
         ffn=size.ffn // tp,

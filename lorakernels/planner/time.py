@@ -20,31 +20,31 @@ from lorakernels.planner.machine import Machine
 from lorakernels.planner.size import ELEMENT, ModelSize, projections, weights
 
 # Fitted to benchmarks/results/h200/decoder_layer_kernels.csv, as docs/plan.md says
-KERNEL = 1.5e-6  # seconds that a kernel takes beside its bytes
-GEMM = 3.5e-6  # seconds that a product takes beside its rounds
+KERNEL = 1.5e-6  # seconds that a kernel takes besides moving its bytes
+GEMM = 3.5e-6  # seconds that a product takes besides its rounds
 TILES = ((128, 256), (128, 128))
 ATTENTION = (770e12, 1662)  # forward: operations a second, and T0
 ATTENTION_GRAD = (712e12, 2507)
 MERGE = (
     6  # bytes moved for each element of attention's result, or of dq, where two calls of it meet
 )
-# Seconds that an exchange among ranks of a row takes beside its bytes: two waits for all ranks, of 6.7 us, and 5 until
-# what others have is read. Of two H200's kernels where 4 MB are exchanged (docs/plan.md)
+# Seconds that an exchange among ranks of a row takes besides moving its bytes: two waits for all ranks, of 6.7 us, and
+# 5 us until remote rows are read. From the kernels of two H200s that exchange 4 MB (docs/plan.md)
 EXCHANGE = 18e-6
 LORA_DOWN = (0.4e-12, 0.027e-12)  # seconds per element of x, and per element and rank: x A
 LORA_GRAD_A = (1.1e-12, 0.0135e-12)
 LORA_GRAD_B = 0.85e-12  # seconds per element of dy
-# Time of a product in blocks over that of one with a single scale. Forward: the geometric mean over the shapes of an
-# H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: that of five shapes, 1.22 beside fast sums
-# in one run (docs/facts.md, H59), times 0.92, as such products take 0.89 to 0.95 of those that split.
-# fp8_block_grad_input.csv beside fp8_grad_input.csv, split, has 1.10 without dropout and 1.16 where only the latter
-# reads a mask.
+# Time of a product in blocks ÷ time of a product with a single scale. Forward: the geometric mean over the shapes of an
+# H200's fp8_block_linear.csv and fp8_linear_lora.csv, at rank 16. Backward: the mean of five shapes is 1.22 times fast
+# sums in one run (docs/facts.md, H59). Times 0.92, as fast sums take 0.89 to 0.95 of the time of split sums.
+# fp8_block_grad_input.csv ÷ fp8_grad_input.csv, split, is 1.10 without dropout and 1.16 where only the latter reads a
+# mask.
 BLOCK_FORWARD, BLOCK_BACKWARD = 1.16, 1.12
 REPLAY = 9e-6  # seconds between two graphs; recorded as the 1B shape's by layer less its one graph
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSize:
     """`sequences` of `length` tokens, each causal by itself. `ranks` share each of them, by context parallel.
 
     `tp` GPUs together have the tokens of each of these, and a part of every layer, by tensor parallel.
@@ -67,22 +67,22 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Parts:
+class KernelSeconds:
     """Seconds of kernels at the highest clock, by kind."""
 
     gemm: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(
+    def __add__(self, other: KernelSeconds) -> KernelSeconds:
+        return KernelSeconds(
             self.gemm + other.gemm,
             self.attention + other.attention,
             self.memory + other.memory,
         )
 
-    def __mul__(self, times: float) -> Parts:
-        return Parts(self.gemm * times, self.attention * times, self.memory * times)
+    def __mul__(self, times: float) -> KernelSeconds:
+        return KernelSeconds(self.gemm * times, self.attention * times, self.memory * times)
 
     @property
     def seconds(self) -> float:
@@ -98,11 +98,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Seconds of a layer in a step: its own, and of what comes for it and leaves it meanwhile.
+    """Seconds of a layer in a step: its own kernels, and copies to and from the GPU meanwhile.
 
-    `send` is of the activations that go to the host beside a forward, and come back beside a backward. `rows` is of
-    keys and values of the ranks that share rows, and of their gradients, both ways together. Nothing hides it. `split`
-    is what GPUs that hold the layer together wait for rows beyond their products, both ways together.
+    `send` is for activations, which go to the host during a forward and come back during a backward. `rows` is for keys
+    and values of the ranks that share rows, and for their gradients, both ways together. Nothing hides it. `split` is
+    how long GPUs that hold the layer together wait for rows after their products, both ways together.
     """
 
     forward: float
@@ -115,9 +115,9 @@ class LayerTime:
 
     @property
     def exposed(self) -> float:
-        """What gathers and copies of both directions take beyond the layer.
+        """Seconds that gathers and copies of both directions take longer than the layer.
 
-        Activations come back by the bus by which weights come; they leave the other way.
+        Activations come back in the direction in which weights come, and share its bandwidth. They leave in the other.
         """
         first = max(self.gather, self.copy, self.send)
         last = max(self.gather, self.copy + self.send)
@@ -134,19 +134,19 @@ def gemm_seconds(shape: tuple[int, int, int], rate: float, processors: int) -> f
     return 2 * best * processors * k / rate + GEMM
 
 
-def moved(machine: Machine, size: float, kernels: int) -> Parts:
+def moved(machine: Machine, size: float, kernels: int) -> KernelSeconds:
     """Kernels that read and write `size` bytes together."""
-    return Parts(memory=size / machine.bandwidth + kernels * KERNEL)
+    return KernelSeconds(memory=size / machine.bandwidth + kernels * KERNEL)
 
 
 @lru_cache(maxsize=1024)
-def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+def forward(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
     """A layer's forward; `form` is one of `fuse`'s. What leaves for the host is read, too.
 
     `size` is what a GPU has of the layer. What split layers exchange is apart (tensor.py).
     """
     save = form.removesuffix(AWAY)
-    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
+    m, rows, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     between = 2 * 3 * k  # norms
     row = 4 * (wide + narrow) + 3 * wide + 5 * f  # RoPE, o's input, SwiGLU
@@ -157,21 +157,21 @@ def forward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts
     if size.ranks[3]:
         row += 4 * f  # SwiGLU's result in bf16, written and read
     apart = size.blocks and size.ranks[1] > 0  # o's input is read for s, and again for its blocks
-    total = moved(machine, own * between + m * (row + 2 * wide * apart), 6 + apart)
-    inputs = (own, m, own, m)  # rows that q k v, o, gate up and down quantize
+    total = moved(machine, rows * between + m * (row + 2 * wide * apart), 6 + apart)
+    inputs = (rows, m, rows, m)  # rows that q k v, o, gate up and down quantize
     for (n, inner, rank), quantized in zip(projections(size), inputs, strict=True):
         seconds = gemm_seconds((m, n, inner), _forward_rate(size, machine), machine.processors)
-        total += Parts(seconds) + _lora_forward(quantized * inner, rank)
+        total += KernelSeconds(seconds) + _lora_forward(quantized * inner, rank)
     total += _carried(size, batch, machine, form)
     total += _laid_down(size, batch, machine) + _merged(size, batch, machine)
     return total + _attention(size, batch, 1.0, ATTENTION)
 
 
 @lru_cache(maxsize=1024)
-def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
+def backward(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
     """A layer's backward, with the forward that "checkpoint" runs again in it. What comes from the host is written."""
     save = form.removesuffix(AWAY)
-    m, own, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
+    m, rows, k, f = batch.tokens, batch.rows, size.hidden, size.ffn
     wide, narrow = size.heads * size.head_dim, size.kv_heads * size.head_dim
     qkv, o, gate_up, down = map(bool, size.ranks)
     between = 2 * 3 * k + 2 * 8 * k
@@ -188,14 +188,14 @@ def backward(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Part
     # dy of an adapted o, or down, is read for ds and dB, and again for its blocks
     apart = o + down if size.blocks else 0
     between += 2 * k * apart
-    moves = own * between + m * row + 2 * weights(size)
+    moves = rows * between + m * row + 2 * weights(size)
     total = moved(machine, moves, 9 + apart + 3 * (save != "full"))
     rate = machine.fp8_backward / (BLOCK_BACKWARD if size.blocks else 1.0)
     # rows of the input, for dA, and of dy
-    sides = ((own, m), (m, own), (own, m), (m, own))
+    sides = ((rows, m), (m, rows), (rows, m), (m, rows))
     for (n, inner, rank), (inputs, outputs) in zip(projections(size), sides, strict=True):
         seconds = gemm_seconds((m, inner, n), rate, machine.processors)
-        total += Parts(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
+        total += KernelSeconds(seconds) + _lora_backward(inputs * inner, outputs * n, rank)
     total += _attention(size, batch, 2.5, ATTENTION_GRAD) + _carried(size, batch, machine, form)
     total += _laid_down_by_rank(size, batch, machine) + _merged(size, batch, machine)
     return total + _again(size, batch, machine) if save == "checkpoint" else total
@@ -206,38 +206,38 @@ def _forward_rate(size: LayerSize, machine: Machine) -> float:
     return machine.fp8_forward / (BLOCK_FORWARD if size.blocks else 1.0)
 
 
-def _carried(size: LayerSize, batch: Batch, machine: Machine, form: str) -> Parts:
-    """What a copy of activations takes of the GPU's own bandwidth."""
-    return Parts(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
+def _carried(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> KernelSeconds:
+    """The kernel time of a copy of activations, which uses the GPU's own bandwidth."""
+    return KernelSeconds(memory=host_bytes(size, form, batch.tokens, ELEMENT) / machine.bandwidth)
 
 
-def whole_rows(size: LayerSize, batch: Batch) -> int:
+def whole_rows(size: LayerSize, batch: BatchSize) -> int:
     """Bytes of a layer's keys and values of all ranks that share rows, in 16 bits; 0 of one rank."""
     if batch.ranks == 1:
         return 0
     return 2 * ELEMENT * batch.sequences * batch.length * size.kv_heads * size.head_dim
 
 
-def _laid_down(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
-    """Own keys and values are read, and written where the other ranks read them."""
+def _laid_down(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
+    """This rank's keys and values are read, and written where the other ranks read them."""
     if batch.ranks == 1:
-        return Parts()
+        return KernelSeconds()
     return moved(machine, 2 * whole_rows(size, batch) / batch.ranks, 1)
 
 
-def _laid_down_by_rank(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
-    """Gradients of all keys and values are read, and written in fp32 for the ranks whose they are."""
+def _laid_down_by_rank(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
+    """Gradients of all keys and values are read, and written in fp32 for the ranks that own them."""
     if batch.ranks == 1:
-        return Parts()
+        return KernelSeconds()
     return moved(machine, 3 * whole_rows(size, batch), 1)
 
 
-def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> float:
+def exchanged(size: LayerSize, batch: BatchSize, machine: Machine, form: str) -> float:
     """Seconds of a layer's exchanges among the n ranks that share rows; nothing hides them.
 
-    The forward receives the others' (n − 1) / n of keys and values. The backward sends as much of their gradients, in
-    fp32, which is twice the bytes (context/attention.py). "checkpoint" gathers again. The kernel that reads from the
-    others reads and writes its own GPU's memory meanwhile. Ranks wait for each other before and behind what they write.
+    The forward receives (n − 1) / n of keys and values from other ranks. The backward sends as much of their gradients,
+    in fp32, which is twice the bytes (context/attention.py). "checkpoint" gathers again. The kernel that reads remote
+    memory reads and writes its own GPU's memory meanwhile. Ranks wait for each other before and after they write.
     """
     if batch.ranks == 1:
         return 0.0
@@ -246,14 +246,14 @@ def exchanged(size: LayerSize, batch: Batch, machine: Machine, form: str) -> flo
     return received / machine.peer + (2 + again) * EXCHANGE
 
 
-def _again(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
-    """The forward that "checkpoint" runs in backward: all of it but the last product."""
+def _again(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
+    """The forward that "checkpoint" runs in backward, without the last product."""
     shape = (batch.tokens, size.hidden, size.ffn)
     last = gemm_seconds(shape, _forward_rate(size, machine), machine.processors)
-    return forward(size, batch, machine, "full") + Parts(-last)
+    return forward(size, batch, machine, "full") + KernelSeconds(-last)
 
 
-def calls(batch: Batch) -> tuple[int, float]:
+def calls(batch: BatchSize) -> tuple[int, float]:
     """(calls of attention's kernels, their queries) of a sequence, on the rank that has most of both.
 
     Two chunks of C of a sequence attend to their own keys in one call, to keys before both in another and, but of the
@@ -265,56 +265,58 @@ def calls(batch: Batch) -> tuple[int, float]:
     return 2 + between, (4 + between) * chunk
 
 
-def _attention(size: LayerSize, batch: Batch, times: float, rate: tuple[float, int]) -> Parts:
+def _attention(
+    size: LayerSize, batch: BatchSize, times: float, rate: tuple[float, int]
+) -> KernelSeconds:
     (count, queries), (fastest, start) = calls(batch), rate
     keys = batch.length * batch.length / (2 * batch.ranks) + queries * start / 2
     operations = 4 * batch.sequences * keys * size.heads * size.head_dim * times
-    return Parts(attention=operations / fastest + 3 * count * KERNEL)
+    return KernelSeconds(attention=operations / fastest + 3 * count * KERNEL)
 
 
-def _merged(size: LayerSize, batch: Batch, machine: Machine) -> Parts:
+def _merged(size: LayerSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Results of all calls but the first are added to those that are there."""
     count, queries = calls(batch)
     if count == 1:
-        return Parts()
+        return KernelSeconds()
     queries -= batch.length / batch.ranks
     elements = batch.sequences * queries * size.heads * size.head_dim
     return moved(machine, MERGE * elements, count - 1)
 
 
-def _lora_forward(inputs: int, rank: int) -> Parts:
-    fixed, each = LORA_DOWN
-    return Parts(memory=inputs * (fixed + each * rank) + 2 * KERNEL if rank else 0.0)
+def _lora_forward(inputs: int, rank: int) -> KernelSeconds:
+    fixed, per_rank = LORA_DOWN
+    return KernelSeconds(memory=inputs * (fixed + per_rank * rank) + 2 * KERNEL if rank else 0.0)
 
 
-def _lora_backward(inputs: int, outputs: int, rank: int) -> Parts:
-    fixed, each = LORA_GRAD_A
-    seconds = inputs * (fixed + each * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
-    return Parts(memory=seconds if rank else 0.0)
+def _lora_backward(inputs: int, outputs: int, rank: int) -> KernelSeconds:
+    fixed, per_rank = LORA_GRAD_A
+    seconds = inputs * (fixed + per_rank * rank) + outputs * LORA_GRAD_B + 4 * KERNEL
+    return KernelSeconds(memory=seconds if rank else 0.0)
 
 
-def around(model: ModelSize, batch: Batch, machine: Machine, ranks: int = 1) -> Parts:
-    """What a step does outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
+def around(model: ModelSize, batch: BatchSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
+    """The work of a step outside of the layers: `head`, and AdamW over fp32 adapters, split over `ranks`."""
     return head(model, batch, machine) + adamw(model, machine, ranks)
 
 
-def head(model: ModelSize, batch: Batch, machine: Machine) -> Parts:
+def head(model: ModelSize, batch: BatchSize, machine: Machine) -> KernelSeconds:
     """Head and loss in bf16, last norm, scales, of a microbatch. `model` is what a GPU has of it."""
     hidden, m = model.layers[0].hidden, batch.tokens
     products = 2 * 2 * m * hidden * model.vocabulary / machine.bf16
     logits = moved(machine, 4 * 2 * m * model.vocabulary, 4)
-    return Parts(products) + logits + moved(machine, 12 * batch.rows * hidden, 20)
+    return KernelSeconds(products) + logits + moved(machine, 12 * batch.rows * hidden, 20)
 
 
-def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> Parts:
-    """AdamW, or ShardedAdamW over several `ranks`, whose copies in and out of its buffer are of all gradients."""
+def adamw(model: ModelSize, machine: Machine, ranks: int = 1) -> KernelSeconds:
+    """AdamW, or ShardedAdamW over several `ranks`, which copies all gradients into its buffer and out of it."""
     # bytes a parameter: zeroed 4, copied in 8, scaled 8, copied out 8
     copied = 28 if ranks > 1 else 0
     return moved(machine, (40 / ranks + copied) * model.trained, 2 * len(model.layers))
 
 
-def stretched(parts: Parts, machine: Machine, waits: float = 0.0) -> float:
-    """How many times longer the kernels take than at the highest clock, which the power allows or does not.
+def stretched(parts: KernelSeconds, machine: Machine, waits: float = 0.0) -> float:
+    """How many times longer the kernels take than at the highest clock, which the power limit may not allow.
 
     In `waits`, seconds between them, a GPU draws no more than kernels that move bytes.
     """

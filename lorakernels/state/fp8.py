@@ -171,8 +171,8 @@ class FP8State:
 
         With more than one rank in `group` (None is the world) and `reduce_amax` in the recipe, one all-reduce(MAX) of
         one row comes first. Without `reduce_amax`, `group` is not used. One update of both directions follows. All
-        ranks of `group` must call this, on states of the same names. A rank without new amaxes gets the others'
-        scales.
+        ranks of `group` must call this, on states of the same names. A rank without new amaxes gets the scales of
+        the other ranks.
 
         From the first call on, the automatic update is off. A second call without new amaxes in between changes
         nothing. A CUDA graph may capture this call. In a compiled function it is a graph break, so call it outside.
@@ -255,7 +255,7 @@ class FP8State:
         self._leader, self._seen = snapshot.leader, set(snapshot.seen)
 
     def to(self, device: torch.device | str) -> FP8State:
-        """Move in place. A state on "meta" has no values to copy, so it starts anew.
+        """Move in place. A state on "meta" has no values to copy, so it starts from new values.
 
         Raises:
             RuntimeError: the addresses are pinned and `device` is another one.
@@ -302,13 +302,15 @@ class FP8State:
             raise ValueError(
                 f"state must have the entries {sorted(_ENTRIES)}, found {sorted(state)}"
             )
-        own = asdict(self.recipe)
+        current = asdict(self.recipe)
         # Older states lack these fields. Both GEMMs then accumulated in the way that is still the default.
-        found = {k: v for k, v in asdict(DelayedScaling()).items() if k in GEMM_FIELDS}
-        found |= state["recipe"]
-        differing = sorted(k for k in found.keys() | own.keys() if found.get(k) != own.get(k))
+        saved = {k: v for k, v in asdict(DelayedScaling()).items() if k in GEMM_FIELDS}
+        saved |= state["recipe"]
+        differing = sorted(
+            k for k in saved.keys() | current.keys() if saved.get(k) != current.get(k)
+        )
         if differing:
-            theirs, ours = ({k: recipe.get(k) for k in differing} for recipe in (found, own))
+            theirs, ours = ({k: recipe.get(k) for k in differing} for recipe in (saved, current))
             raise ValueError(f"state follows a recipe with {theirs}, this FP8State has {ours}")
         if not isinstance(state["in_charge"], str):
             raise ValueError(f"in_charge of the state must be a name, found {state['in_charge']!r}")
@@ -418,18 +420,18 @@ class FP8State:
                 f"only one of them has {odd[:8]}"
             )
         if names != self.names:
-            at = [a == b for a, b in zip(names, self.names, strict=True)].index(False)
+            column = [a == b for a, b in zip(names, self.names, strict=True)].index(False)
             raise ValueError(
-                f"column {at} of the {what} is {names[at]!r}, of this FP8State {self.names[at]!r}"
+                f"column {column} of the {what} is {names[column]!r}, of this FP8State {self.names[column]!r}"
             )
         pairs = (("forward", forward, self.forward), ("backward", backward, self.backward))
-        for key, found, own in pairs:
-            if not isinstance(found, Tensor) or (found.is_meta and not own.is_meta):
+        for key, saved, current in pairs:
+            if not isinstance(saved, Tensor) or (saved.is_meta and not current.is_meta):
                 raise ValueError(
-                    f"{key} of the {what} must be a tensor with values, found {found!r}"
+                    f"{key} of the {what} must be a tensor with values, found {saved!r}"
                 )
-            if found.shape != own.shape or found.dtype != own.dtype:
+            if saved.shape != current.shape or saved.dtype != current.dtype:
                 raise ValueError(
-                    f"{key} of the {what} is {found.dtype} {tuple(found.shape)}, of this FP8State {own.dtype} "
-                    f"{tuple(own.shape)} (history length + 1, tensors)"
+                    f"{key} of the {what} is {saved.dtype} {tuple(saved.shape)}, of this FP8State {current.dtype} "
+                    f"{tuple(current.shape)} (history length + 1, tensors)"
                 )

@@ -65,17 +65,17 @@ def _integer(name: str, value: Any, bits: int) -> int:
     return int(value)
 
 
-def _check_saved(name: str, found: Any, state: PhiloxState) -> None:
-    """Raise ValueError, which names both sides, unless `found` can be copied into `state`."""
-    if not isinstance(found, Tensor):
-        raise ValueError(f"{name} must be a tensor int64 [2], found {type(found).__name__}")
-    if found.shape != (2,) or found.dtype != torch.int64 or found.is_meta:
+def _check_saved(name: str, saved: Any, state: PhiloxState) -> None:
+    """Raise ValueError, which names both sides, unless `saved` can be copied into `state`."""
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{name} must be a tensor int64 [2], found {type(saved).__name__}")
+    if saved.shape != (2,) or saved.dtype != torch.int64 or saved.is_meta:
         raise ValueError(
             f"{name} must be int64 [2], to be copied to {state.device}; "
-            f"found {str(found.dtype).removeprefix('torch.')} {list(found.shape)} on {found.device}"
+            f"found {str(saved.dtype).removeprefix('torch.')} {list(saved.shape)} on {saved.device}"
         )
-    if int(found[0]) < 0:
-        raise ValueError(f"{name} holds seed {int(found[0])}, which must be in [0, 2**63)")
+    if int(saved[0]) < 0:
+        raise ValueError(f"{name} holds seed {int(saved[0])}, which must be in [0, 2**63)")
 
 
 class PhiloxState:
@@ -115,7 +115,7 @@ class PhiloxState:
     def advance(self, steps: int = 1) -> None:
         """Add `steps` to the offset on the device, without a host sync. Every site then draws new masks.
 
-        Call it after the iteration's last backward: a recomputation takes its slot anew and needs its forward's
+        Call it after the iteration's last backward: a recomputation takes its slot again and needs its forward's
         offset. Only the low 32 bits of the offset count, so masks of one nonce repeat after 2**32 steps.
         """
         self.tensor[1].add_(steps)
@@ -140,9 +140,9 @@ class PhiloxState:
         _check_saved("state['philox']", state["philox"], self)
         self._load(state["philox"])
 
-    def _load(self, found: Tensor) -> None:
-        self.seed = int(found[0])
-        self.tensor.copy_(found)
+    def _load(self, saved: Tensor) -> None:
+        self.seed = int(saved[0])
+        self.tensor.copy_(saved)
 
     def __repr__(self) -> str:
         return f"PhiloxState(seed={self.seed}, device={self.device})"
@@ -266,11 +266,11 @@ class PhiloxStates:
         """
         if set(state) != set(self._states):
             raise ValueError(f"state names {sorted(state)} must be {sorted(self._states)}")
-        for name, found in state.items():
-            _check_saved(f"state[{name!r}]", found, self._states[name])
-        _check_seeds_differ({name: int(found[0]) for name, found in state.items()})
-        for name, found in state.items():
-            self._states[name]._load(found)
+        for name, saved in state.items():
+            _check_saved(f"state[{name!r}]", saved, self._states[name])
+        _check_seeds_differ({name: int(saved[0]) for name, saved in state.items()})
+        for name, saved in state.items():
+            self._states[name]._load(saved)
 
     def _refuse_inside_fork(self, what: str) -> None:
         if self._current:

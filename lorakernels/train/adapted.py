@@ -34,7 +34,7 @@ from lorakernels.train.layouts.pipeline import cut_stages, stage_ranks
 from lorakernels.train.layouts.sharding import pinning, shard_mesh, shard_parts
 from lorakernels.train.layouts.tensor import layer_mesh, split_layers, splits_vocabulary
 from lorakernels.train.model.checks import check_model, check_same_layers
-from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.model.model import (
     attention_of,
     load_model,
@@ -46,7 +46,7 @@ from lorakernels.train.model.preflight import read_config
 from lorakernels.train.model.windows import check_windows
 from lorakernels.train.options.fields import targets_of
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.reporter import Reporter
 from lorakernels.train.run.runtime import Fused, fuse_layers, make_random_state
 
@@ -62,7 +62,7 @@ class Meshes:
 
 @dataclass(frozen=True)
 class Adapted:
-    """What `adapted_model` made.
+    """The result of `adapted_model`.
 
     Attributes:
         model: this rank's part of it, where ranks have parts.
@@ -77,7 +77,7 @@ class Adapted:
     report: LoRAReport
     random: PhiloxState
     fused: Fused
-    sizes: Sizes
+    sizes: ModelCounts
     adapters: AdapterBatch | None
 
 
@@ -87,7 +87,7 @@ def adapted_model(
     dtype: torch.dtype,
     device: torch.device,
     reporter: Reporter,
-    ranks: Ranks,
+    ranks: RunRanks,
     jobs: Sequence[Job],
 ) -> Adapted:
     """Load the base in `directory`, add adapters, fuse, and divide what the ranks divide. Collective.
@@ -232,7 +232,7 @@ def lora_config(options: FinetuneOptions) -> LoRAConfig:
         raise OptionError(str(error)) from error
 
 
-def sizes_of(model: nn.Module, options: FinetuneOptions) -> Sizes:
-    """Sizes of the whole model, also if this rank has a part of it."""
+def sizes_of(model: nn.Module, options: FinetuneOptions) -> ModelCounts:
+    """Counts of the whole model, also if this rank has a part of it."""
     with whole_model(model):
-        return Sizes.of(model, options.seq_len)
+        return ModelCounts.of(model, options.seq_len)

@@ -96,7 +96,7 @@ def write_topics(directory: Path) -> Path:
 
 
 def samples(result: Result) -> str:
-    """What the model writes after PROMPT, without the adapter and with it."""
+    """The model's texts after PROMPT, without the adapter and with it."""
     from lorakernels import disable_lora
 
     with disable_lora(result.model):
@@ -142,7 +142,7 @@ def curve(metrics: Path, width: int = 60) -> str:
 
 
 def last_lines(output: Path, result: Result) -> str:
-    """What the demo made, and the commands that come next."""
+    """The demo's results, and the commands that come next."""
     return f"""\
 {result.last_line()}
 loss curve in {output / LOSS}

@@ -56,8 +56,8 @@ from lorakernels.train.layouts.auto import Gpus, planned
 from lorakernels.train.layouts.context import sharing
 from lorakernels.train.layouts.parts import collect, whole_model
 from lorakernels.train.layouts.sharding import ranks_per_machine
-from lorakernels.train.model.disk import Trained, check_room, written_by
-from lorakernels.train.model.flops import Peak, Sizes, find_peak
+from lorakernels.train.model.disk import TrainedSize, check_room, written_by
+from lorakernels.train.model.flops import ModelCounts, Peak, find_peak
 from lorakernels.train.model.model import (
     check_directory,
     keep_large_blocks_whole,
@@ -72,7 +72,7 @@ from lorakernels.train.optimizer.optimizers import check_package
 from lorakernels.train.optimizer.schedule import make_schedule
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks.ranks import Ranks, joined, ranks_of_environment
+from lorakernels.train.ranks.ranks import RunRanks, joined, ranks_of_environment
 from lorakernels.train.run.choices import choices
 from lorakernels.train.run.loggers import check_packages
 from lorakernels.train.run.loop import Trainer
@@ -96,8 +96,8 @@ class Result:
     fused: bool = False
 
     def last_line(self) -> str:
-        found = self.session.evaluations
-        first, last = found.first_eval, found.last_eval
+        evaluations = self.session.evaluations
+        first, last = evaluations.first_eval, evaluations.last_eval
         if first is None or last is None:
             return f"validation loss not measured, as no document was held out; adapter in {self.adapter}"
         return f"validation loss {first:.4f} → {last:.4f}, adapter in {self.adapter}"
@@ -139,7 +139,7 @@ def locked(output: Path) -> Iterator[None]:
 def adapt(
     options: FinetuneOptions,
     reporter: Reporter,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
 ) -> Result:
     """Load, tokenize, apply LoRA, fuse, train, write the adapter."""
     require("matplotlib")  # used at the end, but a missing package must stop the run now
@@ -159,9 +159,9 @@ def adapt(
     adapted = adapted_model(directory, options, dtype, device, reporter, ranks, jobs)
     model, state = adapted.model, adapted.report.fp8_state
     runtime = Runtime(model, options, state, adapted.random, ranks=ranks, say=reporter.say)
-    given = model, options, data.train, state, runtime, ranks
+    arguments = model, options, data.train, state, runtime, ranks
     extra = adapted.adapters
-    trainer = Trainer(*given) if extra is None else JobsTrainer(extra, jobs, *given)
+    trainer = Trainer(*arguments) if extra is None else JobsTrainer(extra, jobs, *arguments)
     session = make_session(trainer, data.held, reporter, output / METRICS, adapted.sizes)
     whole = partial(whole_model, model)
     files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)
@@ -191,7 +191,7 @@ def check_run(
     options: FinetuneOptions,
     checkpoints: Checkpoints,
     reporter: Reporter,
-    ranks: Ranks,
+    ranks: RunRanks,
 ) -> FinetuneOptions:
     """Check what needs no file of the model, or all that a plan needs. Returns the options, with a plan's choices."""
     if not options.resume and checkpoints.steps():
@@ -215,7 +215,7 @@ def read_data(
     tokenizer: Any,
     jobs: Sequence[Job],
     reporter: Reporter,
-    ranks: Ranks,
+    ranks: RunRanks,
 ) -> RunData:
     """The rows of the run, or of all its jobs, the same number on all ranks.
 
@@ -239,7 +239,7 @@ def read_data(
 
 
 def begin(session: Session, runtime: Runtime, adapted: Adapted, data: RunData) -> None:
-    """Say what the run will do, and write it beside its results."""
+    """Say what the run will do, and write that into its output folder."""
     trainer, options = session.trainer, session.options
     ranks, where = trainer.ranks, describe(trainer.device, trainer.ranks)
     with whole_model(adapted.model):
@@ -270,7 +270,7 @@ def write_results(session: Session, files: AdapterFiles, data: RunData, output: 
 
 
 def plan_job(
-    directory: Path, options: FinetuneOptions, reporter: Reporter, ranks: Ranks
+    directory: Path, options: FinetuneOptions, reporter: Reporter, ranks: RunRanks
 ) -> FinetuneOptions:
     """The options with what a plan chose for them."""
     check_directory(directory)
@@ -291,7 +291,9 @@ def card(base: Path, data: RunData, session: Session) -> bytes:
     return model_card(base, options, trained_on, session.described(), sizes)
 
 
-def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> tuple[Any, Trained]:
+def check_job(
+    directory: Path, options: FinetuneOptions, reporter: Reporter
+) -> tuple[Any, TrainedSize]:
     """Check what needs no weight. Returns the config of the model's text part, and what will be trained."""
     check_directory(directory)
     lora = lora_config(options)
@@ -299,7 +301,7 @@ def check_job(directory: Path, options: FinetuneOptions, reporter: Reporter) -> 
 
 
 def make_session(
-    trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path, sizes: Sizes
+    trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path, sizes: ModelCounts
 ) -> Session:
     """A Session without checkpoints."""
     model: Any = trainer.model
@@ -331,7 +333,7 @@ def _mfu_line(peak: Peak | str) -> str:
     return f"; {peak}" if peak else ""
 
 
-def describe(device: torch.device, ranks: Ranks) -> str:
+def describe(device: torch.device, ranks: RunRanks) -> str:
     one = f"the CPU, {torch.get_num_threads()} threads"
     if device.type == "cuda":
         one = torch.cuda.get_device_name(device)

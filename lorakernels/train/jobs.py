@@ -4,9 +4,9 @@
     fr: {data: [fr.jsonl], lr: 1.0e-4}
     de: {data: [de.jsonl, news.txt], eval_data: [de_test.jsonl], r: 8}
 
-A step trains every job on as many rows of its own. They are the segments of one batch (AdapterBatch), in the file's
-order. A job's gradient is that of the mean over its own tokens, and is clipped by its own norm. It trains as it would
-alone. An epoch passes over the longest job's rows once, and over those of the others as often as that takes.
+A step trains every job on equally many of its own rows. They are the segments of one batch (AdapterBatch), in the
+file's order. A job's gradient comes from the mean loss of its own tokens, and is clipped by its own norm, so that it
+trains as it would alone. An epoch passes over the longest job's rows once. Shorter jobs repeat theirs meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import AdapterBatch, batch_adapters
-from lorakernels.train.data.packing import IGNORE, PADDING, Batch, PackedRows
+from lorakernels.train.data.packing import IGNORE, PADDING, PackedBatch, PackedRows
 from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.files.adapter_files import AdapterFiles, save_adapter_files
@@ -32,7 +32,7 @@ from lorakernels.train.model_card import model_card
 from lorakernels.train.options.checks import check_apart
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import in_batches
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import StepRows, Trainer, evaluate
 from lorakernels.train.run.reporter import Reporter
 
@@ -55,7 +55,7 @@ class Job:
     r: int | None = None
 
 
-def read_jobs(options: FinetuneOptions, ranks: Ranks) -> list[Job]:
+def read_jobs(options: FinetuneOptions, ranks: RunRanks) -> list[Job]:
     """The jobs of the file that the options name, in its order; none without one.
 
     Raises:
@@ -85,11 +85,11 @@ def _job(path: str, name: str, entries: Any, options: FinetuneOptions) -> Job:
             f"{where!r} is a directory in output, which must not begin with a dot or be one that a run writes there: "
             f"{', '.join(WRITTEN)}"
         )
-    known = [item.name for item in fields(Job) if item.name != "name"]
+    keys = [item.name for item in fields(Job) if item.name != "name"]
     if not isinstance(entries, dict):
-        raise OptionError(f"{where} must hold {', '.join(known)}, found {entries!r}")
-    if unknown := sorted(set(entries) - set(known)):
-        raise OptionError(f"{where}: unknown {unknown[0]!r}, expected one of {', '.join(known)}")
+        raise OptionError(f"{where} must hold {', '.join(keys)}, found {entries!r}")
+    if unknown := sorted(set(entries) - set(keys)):
+        raise OptionError(f"{where}: unknown {unknown[0]!r}, expected one of {', '.join(keys)}")
     lists = {}
     for key in ("data", "eval_data"):
         value = entries.get(key, [])
@@ -110,94 +110,96 @@ def _number(where: str, key: str, entries: Mapping[str, Any]) -> float | None:
     if value is None:
         return None
     try:
-        found = float(value)  # YAML 1.1 reads 2e-4 as a string
+        number = float(value)  # YAML 1.1 reads 2e-4 as a string
     except (TypeError, ValueError):
-        found = float("nan")
-    if isinstance(value, bool) or not 0 < found < float("inf"):
+        number = float("nan")
+    if isinstance(value, bool) or not 0 < number < float("inf"):
         raise OptionError(f"{where}: {key} must be positive and finite, found {value!r}")
-    return found
+    return number
 
 
 class JobRows:
     """The rows of several jobs, as `PackedRows`: number n stands for a row of each job.
 
-    To train, it is row n mod the job's length. With `once`, to evaluate, all numbers together have every row once, the
-    rows of a shorter job evenly spread and padding between them. `longest` is that of all jobs.
+    In training, that is row n mod the job's length. With `once`, for evaluation, every row occurs once over all
+    numbers. The rows of a shorter job are spread evenly, with padding between them. `longest` is over all jobs.
     """
 
-    def __init__(self, each: Sequence[PackedRows], seq_len: int, once: bool = False) -> None:
-        self.each, self.seq_len, self.once = list(each), seq_len, once
+    def __init__(self, by_job: Sequence[PackedRows], seq_len: int, once: bool = False) -> None:
+        self.by_job, self.seq_len, self.once = list(by_job), seq_len, once
         self.inputs, self.targets = (
-            sum(getattr(rows, k) for rows in each) for k in ("inputs", "targets")
+            sum(getattr(rows, k) for rows in by_job) for k in ("inputs", "targets")
         )
-        self.longest = max(rows.longest for rows in each)
+        self.longest = max(rows.longest for rows in by_job)
 
     def __len__(self) -> int:
-        return max(map(len, self.each), default=0)
+        return max(map(len, self.by_job), default=0)
 
     @property
     def fill(self) -> float:
         """Share of the packed positions that hold tokens."""
-        return self.inputs / max(1, sum(map(len, self.each)) * self.seq_len)
+        return self.inputs / max(1, sum(map(len, self.by_job)) * self.seq_len)
 
     def only(self, index: int) -> JobRows:
-        """The rows of one job; the segments of the others are padding."""
-        nothing = PackedRows(self.each[0].tokens, self.each[0].no_spans(), self.seq_len)
-        kept = [rows if i == index else nothing for i, rows in enumerate(self.each)]
+        """The rows of one job. The segments of all other jobs are padding."""
+        nothing = PackedRows(self.by_job[0].tokens, self.by_job[0].no_spans(), self.seq_len)
+        kept = [rows if i == index else nothing for i, rows in enumerate(self.by_job)]
         return JobRows(kept, self.seq_len, self.once)
 
     def numbers_of(self, rows: PackedRows, numbers: Sequence[int]) -> list[int]:
-        """The rows of one job that `numbers` stand for, fewer than `numbers` where the job has none."""
-        own, most = len(rows), len(self)
+        """The rows of one job that `numbers` stand for. There are fewer rows than numbers where the job has padding."""
+        count, most = len(rows), len(self)
         if not self.once:
-            return [n % own for n in numbers] if own else []
-        return [n * own // most for n in numbers if n * own // most > (n - 1) * own // most]
+            return [n % count for n in numbers] if count else []
+        return [n * count // most for n in numbers if n * count // most > (n - 1) * count // most]
 
     def targets_of_each(self, numbers: Sequence[int]) -> list[int]:
         """Labels of each job that are trained."""
         return [
-            sum(map(rows.targets_of, self.numbers_of(rows, numbers))) for rows in self.each
+            sum(map(rows.targets_of, self.numbers_of(rows, numbers))) for rows in self.by_job
         ]  # fmt: skip
 
     def inputs_of(self, number: int) -> int:
-        return sum(rows.inputs_of(n) for rows in self.each for n in self.numbers_of(rows, [number]))
+        return sum(
+            rows.inputs_of(n) for rows in self.by_job for n in self.numbers_of(rows, [number])
+        )
 
     def targets_of(self, number: int) -> int:
         return sum(self.targets_of_each([number]))
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> PackedBatch:
         """A batch of J len(numbers) rows: the first job's, then the second's, …"""
         parts = []
-        for rows in self.each:
-            own = self.numbers_of(rows, numbers)
-            parts += [rows.batch(own)] if own else []
-            missing = len(numbers) - len(own)
+        for rows in self.by_job:
+            own_numbers = self.numbers_of(rows, numbers)
+            parts += [rows.batch(own_numbers)] if own_numbers else []
+            missing = len(numbers) - len(own_numbers)
             parts += [self._padding(missing)] if missing else []
         joined = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("input_ids", "labels", "positions", "segments")
         }
         targets, starts = sum(part.targets for part in parts), self._starts(parts)
-        return Batch(**joined, targets=targets, starts=starts, longest=self.longest).checked()
+        return PackedBatch(**joined, targets=targets, starts=starts, longest=self.longest).checked()
 
-    def _padding(self, count: int) -> Batch:
+    def _padding(self, count: int) -> PackedBatch:
         zeros = torch.zeros(count, self.seq_len, dtype=torch.int64)
         pieces = torch.arange(0, self.seq_len, self.longest, dtype=torch.int32)
         begins = torch.arange(count, dtype=torch.int32)[:, None] * self.seq_len + pieces
         starts = torch.cat((begins.flatten(), begins.new_tensor([zeros.numel()])))
         labels, segments = torch.full_like(zeros, IGNORE), torch.full_like(zeros, PADDING)
-        return Batch(zeros, labels, zeros, segments, 0, starts, self.longest)
+        return PackedBatch(zeros, labels, zeros, segments, 0, starts, self.longest)
 
-    def _starts(self, parts: Sequence[Batch]) -> Tensor:
-        """Where documents begin in all rows; the tail is filled up with their number of positions."""
-        found, at = [], 0
+    def _starts(self, parts: Sequence[PackedBatch]) -> Tensor:
+        """The first position of each document, counted over all rows. The tail holds the number of positions."""
+        starts_of_parts, offset = [], 0
         for part in parts:
             assert part.starts is not None
-            found.append(part.starts[part.starts < part.input_ids.numel()] + at)
-            at += part.input_ids.numel()
-        starts = torch.cat(found)
+            starts_of_parts.append(part.starts[part.starts < part.input_ids.numel()] + offset)
+            offset += part.input_ids.numel()
+        starts = torch.cat(starts_of_parts)
         size = sum(len(part.starts) - 1 for part in parts if part.starts is not None) + 1
-        whole = torch.full((size,), at, dtype=torch.int32)
+        whole = torch.full((size,), offset, dtype=torch.int32)
         whole[: len(starts)] = starts
         return whole
 
@@ -210,22 +212,22 @@ def load_jobs(
     Raises:
         DataError: a file or a row cannot be used, or a job has nothing to train on.
     """
-    found = []
+    loaded = []
     for job in jobs:
         reporter.say(f"job {job.name}:")
-        own = replace(options, data=job.data, eval_data=job.eval_data)
-        given = own, tokenizer, cache, reporter.say, Ranks(), reporter.phase
-        found.append(load_data(*given))
+        of_job = replace(options, data=job.data, eval_data=job.eval_data)
+        arguments = of_job, tokenizer, cache, reporter.say, RunRanks(), reporter.phase
+        loaded.append(load_data(*arguments))
     identity: dict[str, Any] = {
         f"{job.name}: {key}": value
-        for job, data in zip(jobs, found, strict=True)
+        for job, data in zip(jobs, loaded, strict=True)
         for key, value in {**data.identity, "lr": str(job.lr), "r": str(job.r)}.items()
     }
     # an optimizer's state tells parameters apart by their number alone
     identity["the order of jobs"] = [job.name for job in jobs]
-    train = JobRows([data.train for data in found], options.seq_len)
-    held = JobRows([data.held for data in found], options.seq_len, once=True)
-    files = tuple(file for data in found for file in data.files)
+    train = JobRows([data.train for data in loaded], options.seq_len)
+    held = JobRows([data.held for data in loaded], options.seq_len, once=True)
+    files = tuple(file for data in loaded for file in data.files)
     return RunData(train, held, identity, files)  # type: ignore[arg-type]
 
 
@@ -247,17 +249,17 @@ def save_jobs(
 ) -> None:
     """Write <output>/<job>/adapter/ of every job, as PEFT opens it, and say its held-out loss."""
     held: Any = data.held
-    found = trainer.evaluate_each(held, reporter)
+    losses = trainer.evaluate_each(held, reporter)
     for job in trainer.jobs:
         loss = (
-            f"{found[job.name]:.4f}"
-            if job.name in found
+            f"{losses[job.name]:.4f}"
+            if job.name in losses
             else "not measured, as no document was held out"
         )
         text = f"Job {job.name}, one of {len(trainer.jobs)} at once. Held-out loss in nats per token: {loss}."
-        own = job_options(job, trainer.options)
+        options = job_options(job, trainer.options)
         sizes = {"sequences a step": trainer.rows_per_step, "steps": trainer.steps}
-        card = model_card(files.base, own, ", ".join(job.data), text, sizes)
+        card = model_card(files.base, options, ", ".join(job.data), text, sizes)
         target = output / job.name / ADAPTER
         with trainer.adapters.only(job.name):
             save_adapter_files(replace(files, card=partial(bytes, card)), target)
@@ -276,10 +278,10 @@ class JobsTrainer(Trainer):
     """Trains the adapters of an AdapterBatch, each as its job says."""
 
     def __init__(
-        self, adapters: AdapterBatch, jobs: Sequence[Job], model: nn.Module, *given: Any, **more: Any
+        self, adapters: AdapterBatch, jobs: Sequence[Job], model: nn.Module, *arguments: Any, **more: Any
     ) -> None:  # fmt: skip
         self.adapters, self.jobs = adapters, list(jobs)
-        super().__init__(model, *given, **more)
+        super().__init__(model, *arguments, **more)
         self.items_of_each = torch.ones(len(self.jobs), device=self.device)
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -295,36 +297,36 @@ class JobsTrainer(Trainer):
 
     def _set_items(self, rows: StepRows) -> None:
         super()._set_items(rows)
-        each = self.rows.targets_of_each(rows.numbers)  # type: ignore[attr-defined]
-        self.items_of_each.copy_(torch.tensor(each, dtype=torch.float32))
+        targets = self.rows.targets_of_each(rows.numbers)  # type: ignore[attr-defined]
+        self.items_of_each.copy_(torch.tensor(targets, dtype=torch.float32))
 
-    def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
+    def _forward_and_backward(self, batches: list[PackedBatch]) -> Tensor:
         self.adapters.clear_gradients()
         loss = super()._forward_and_backward(batches)
         self.adapters.give_gradients()
         return loss
 
     def _clip(self, gradients: list[Tensor]) -> Tensor:
-        """Make each job's gradients those of its own tokens' mean, and clip them. Returns the norm of all."""
+        """Scale each job's gradients to the mean over its own tokens, and clip them. Returns the norm over all jobs."""
         norms = []
         most = self.options.max_grad_norm
         for number, job in enumerate(self.jobs):
             parts = self.adapters.parameters(job.name, padded=True).values()
-            own = [p.grad for p in parts if p.grad is not None]
+            gradients_of_job = [p.grad for p in parts if p.grad is not None]
             factor = self.items / self.items_of_each[number]
-            norm = torch.nn.utils.get_total_norm(own).float() * factor
+            norm = torch.nn.utils.get_total_norm(gradients_of_job).float() * factor
             if most > 0:
                 factor = factor * (most / (norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(own, factor)
+            torch._foreach_mul_(gradients_of_job, factor)
             norms.append(norm)
         return torch.stack(norms).norm()
 
     def evaluate_each(self, held: JobRows, reporter: Reporter) -> dict[str, float]:
         """{name: mean token loss, in nats, on its held-out rows} of the jobs that have any."""
-        found = {}
+        losses = {}
         for i, job in enumerate(self.jobs):
-            if len(held.each[i]):
+            if len(held.by_job[i]):
                 rows: Any = held.only(i)
                 with reporter.phase(f"evaluation of {job.name}", in_batches) as shown:
-                    found[job.name] = evaluate(self.model, rows, self.options, Ranks(), shown)
-        return found
+                    losses[job.name] = evaluate(self.model, rows, self.options, RunRanks(), shown)
+        return losses

@@ -83,7 +83,7 @@ def model_card(
         held=FP8 if options.fp8 else PLAIN,
         data=trained_on,
         settings="\n".join(f"- {name}: {value}" for name, value in shown.items()),
-        versions="\n".join(f"- {each.__name__}: {each.__version__}" for each in packages),
+        versions="\n".join(f"- {package.__name__}: {package.__version__}" for package in packages),
     )
     return text.encode(errors="replace")  # a path may hold bytes that are not UTF-8
 

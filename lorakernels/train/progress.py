@@ -19,7 +19,7 @@ FIRST = 2.0  # seconds of a phase before its first line; a shorter one has none
 SOONEST, LATEST = 10.0, 30.0  # seconds between lines
 APART, MOST = 0.1, 512  # seconds between the marks of an estimate, and how many it keeps
 
-Observer = Callable[[int, int], None]  # is told (done, total)
+Observer = Callable[[int, int], None]  # called with (done, total)
 Amount = Callable[[int, int], str]  # writes (done, total)
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -78,7 +78,7 @@ class Estimate:
             marks.popleft()
 
     def left(self, total: int) -> float | None:
-        """Seconds; None before two parts of the work were timed, of which the first does not count."""
+        """Seconds; None before two parts of the work were timed. The first part does not count."""
         if self._count < 3:
             return None
         (start, before), (stop, done) = self._marks[0], self._marks[-1]
@@ -86,7 +86,7 @@ class Estimate:
 
 
 class Phase:
-    """One phase of a run, which nobody sees.
+    """One phase of a run. This base class shows nothing.
 
     Attributes:
         name: what is written before the amounts.
@@ -112,7 +112,7 @@ class Phase:
         self.close()
 
     def start(self, done: int, total: int) -> None:
-        """What was done before, as in a run that goes on."""
+        """The amount that was done earlier, as in a resumed run."""
 
     def __call__(self, done: int, total: int) -> None:
         self.began = True
@@ -180,7 +180,7 @@ class Lines(Phase):
 
 
 class Bars:
-    """The bars of a terminal, one for each open phase. Those of ended phases disappear."""
+    """The bars of a terminal, one for each open phase. The bar of a phase that ended disappears."""
 
     def __init__(self, console: Any) -> None:
         self.console = console

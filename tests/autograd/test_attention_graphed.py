@@ -73,10 +73,10 @@ def emulated(form: described.Form, offsets: kernel.Offsets | None) -> list[tuple
         n = form.longest
         steps = [form.strides[1][0], form.out[0], form.kv[0], form.heads * n]
         return [([i * s for s in steps], n) for i in range(form.rows)]
-    assert offsets.at.dtype == torch.int64 and offsets.lengths.dtype == torch.int32
-    assert offsets.at.shape == (4, form.rows + 1) and offsets.lengths.shape == (form.rows,)
+    assert offsets.elements.dtype == torch.int64 and offsets.lengths.dtype == torch.int32
+    assert offsets.elements.shape == (4, form.rows + 1) and offsets.lengths.shape == (form.rows,)
     assert int(offsets.lengths.max()) <= form.longest
-    at = offsets.at[:, :-1].T.tolist()
+    at = offsets.elements[:, :-1].T.tolist()
     return list(zip(at, offsets.lengths.tolist(), strict=True))
 
 
@@ -348,7 +348,7 @@ def test_offsets_of_queries_and_of_keys(monkeypatch: pytest.MonkeyPatch) -> None
     found = kernel.offsets_of(form, starts)
     assert found.lengths.tolist() == [[0, 2, 0, 0], [3, 2, 1, 0]]
     q, k = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([0, 3, 5, 6, 6])
-    assert torch.equal(found.at, torch.stack((k * 1000, q * 256, k * 128, q * 4)))
+    assert torch.equal(found.elements, torch.stack((k * 1000, q * 256, k * 128, q * 4)))
 
 
 def test_the_package_has_what_is_called() -> None:

@@ -212,7 +212,7 @@ def test_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_cudnn_is_handed_each_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     """By its name, and at an address that is a multiple of 16 bytes, as those of q, k, v and out are."""
-    handed: dict[described.At, Tensor] = {}
+    handed: dict[described.TensorId, Tensor] = {}
     monkeypatch.setattr(kernel, "_execute", lambda *given: handed.update(given[3]))
     q, k, v = heads("cpu", 2, 24, (4, 2))
     data, factors = plain.quantize_heads(q, k, v)
@@ -228,8 +228,8 @@ def test_cudnn_is_handed_each_factor(monkeypatch: pytest.MonkeyPatch) -> None:
         "SCALE_O": plain.TO_OUT,
     }
     assert not [at.name for at, t in handed.items() if t.data_ptr() % 16]
-    assert torch.equal(handed[described.At.K], data[:, :, 4:6])
-    assert torch.equal(handed[described.At.V], data[:, :, 6:])
+    assert torch.equal(handed[described.TensorId.K], data[:, :, 4:6])
+    assert torch.equal(handed[described.TensorId.V], data[:, :, 6:])
 
 
 def test_cudnn_takes_the_description() -> None:

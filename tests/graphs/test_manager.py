@@ -131,7 +131,7 @@ def test_an_output_kept_for_the_first_time_after_the_trial_is_refused_then_copie
     assert not manager.report().copied
     x = layers[0](next(batches(device, 1)))
     y = layers[1](x)
-    with pytest.raises(RuntimeError, match=r"layer '0': 0 output 0: expected nobody to hold it"):
+    with pytest.raises(RuntimeError, match=r"layer '0': 0 output 0: expected no reference to it"):
         layers[2](y)
     manager.discard_iteration()
     del y

@@ -97,8 +97,8 @@ def test_an_order_is_refused_exactly_when_the_model_refuses_it(
     with pytest.raises(OrderError) as error:
         Order(steps, layers, microbatches)
     position = error.value.position
-    assert error.value.found == (steps[position] if position < len(steps) else None)
-    assert error.value.expected != error.value.found
+    assert error.value.actual == (steps[position] if position < len(steps) else None)
+    assert error.value.expected != error.value.actual
     if error.value.expected is not None:
         assert error.value.expected in all_steps(layers, microbatches)
 
@@ -203,4 +203,4 @@ def test_order_and_errors_survive_copy_and_pickle_and_cannot_be_changed() -> Non
     error = ReplayOrderError("replay out of order", 0, ALTERNATING[0], ALTERNATING[1], ("a",))
     twin_error = pickle.loads(pickle.dumps(error))
     assert type(twin_error) is ReplayOrderError and str(twin_error) == str(error)
-    assert twin_error.found == ALTERNATING[1]
+    assert twin_error.actual == ALTERNATING[1]

@@ -203,7 +203,7 @@ def test_a_differing_order_is_refused_and_the_first_one_stays() -> None:
         with pytest.raises(OrderError) as error:
             recorder.end_iteration()
         assert (error.value.position, error.value.expected) == (1, Step(0, 1, F))
-        assert error.value.found == Step(0, 0, B)
+        assert error.value.actual == Step(0, 0, B)
         assert "differs from the earlier iterations' at position 1" in str(error.value)
         run_stage(layers, first, cut=bool)
         assert recorder.end_iteration() == first and recorder.num_iterations == 2

@@ -171,7 +171,7 @@ def test_what_is_refused_at_entry(stand: Stand) -> None:
         (
             {"output_hidden_states": True, "return_dict_in_generate": True},
             ValueError,
-            "hidden_states must not be asked for",
+            "hidden_states must not be requested",
         ),
     ],
 )

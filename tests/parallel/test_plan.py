@@ -19,7 +19,7 @@ from lorakernels.planner.memory import Placement, fractions
 from lorakernels.planner.plan import candidates, predict
 from lorakernels.planner.probe import probe
 from lorakernels.planner.size import ModelSize, weights
-from lorakernels.planner.time import Batch, gemm_seconds
+from lorakernels.planner.time import BatchSize, gemm_seconds
 
 H200 = MACHINES["H200"]
 LORA = LoRAConfig(target_modules=list(ADAPTED["qkvo"]))
@@ -69,7 +69,7 @@ def test_blocks_take_longer_and_have_their_scales_beside_the_base() -> None:
     assert all(layer.blocks and not layer.fp8 for layer in size.layers)
     assert size.base == one.base and size.trained == one.trained
     assert size.outside - one.outside == size.base // 128 // 128 * 4
-    batch, saves = Batch(1, 8192), ["checkpoint"] * 80
+    batch, saves = BatchSize(1, 8192), ["checkpoint"] * 80
     blocks, delayed = (predict(s, batch, H200, 1, Placement(), saves) for s in (size, one))
     assert 1.06 < blocks.step / delayed.step < 1.4
     turned = 2 * 28672 * 8192  # gate's and up's weight, transposed for their dx
@@ -130,7 +130,7 @@ def test_the_host_offers_what_its_control_groups_allow(monkeypatch) -> None:
 
 
 def test_the_host_s_memory_is_a_limit_for_all_gpus() -> None:
-    plans = candidates(size_of("70b"), Batch(1, 8192), H200, 2, 30 * GB)
+    plans = candidates(size_of("70b"), BatchSize(1, 8192), H200, 2, 30 * GB)
     offloaded = {(p.placement.ranks, p.placement.offload) for p in plans if p.placement.offload}
     assert max(rho for ranks, rho in offloaded if ranks == 2) * size_of("70b").base <= 30 * GB
     assert max(rho for ranks, rho in offloaded if ranks == 1) * size_of("70b").base * 2 <= 30 * GB
@@ -172,14 +172,14 @@ def test_sizes_are_those_of_the_model_and_of_fuse() -> None:
     assert size.trained == report.trainable_parameters
     assert ModelSize.of(model, None).layers == size.layers, "a model keeps its own adapters"
     fused = fuse(model, save="fp8", tokens=128)
-    used = predict(size, Batch(2, 64), H200, 1, Placement(), ["fp8"] * 3).bytes
+    used = predict(size, BatchSize(2, 64), H200, 1, Placement(), ["fp8"] * 3).bytes
     # the small model computes in fp32, which counts 4 bytes a number
     assert fused.saved_bytes == sum(s.saved_bytes("fp8", 128, 4) for s in size.layers)
     assert used.kept == sum(s.saved_bytes("fp8", 128) for s in size.layers)
 
 
 def test_parts_of_the_base_go_where_the_placement_says() -> None:
-    size, batch, saves = size_of("70b"), Batch(1, 8192), ["checkpoint"] * 80
+    size, batch, saves = size_of("70b"), BatchSize(1, 8192), ["checkpoint"] * 80
 
     def used(ranks: int, offload: float) -> Any:
         return predict(size, batch, H200, max(ranks, 2), Placement(ranks, offload), saves)
@@ -195,7 +195,7 @@ def test_parts_of_the_base_go_where_the_placement_says() -> None:
 
 def test_embedding_and_head_are_split_where_nothing_fits_without() -> None:
     """8B on two small GPUs, on which a layer's backward takes more than a chunk's logits."""
-    size, batch, saves = size_of("8b"), Batch(1, 4096), ["checkpoint"] * 32
+    size, batch, saves = size_of("8b"), BatchSize(1, 4096), ["checkpoint"] * 32
     end = 2 * 128_256 * 4096
     assert size.ends == (end, end)
     without, split = (
@@ -231,7 +231,7 @@ def test_tied_and_trained_ends() -> None:
 
 def test_what_is_not_hidden_is_in_the_step() -> None:
     size, saves = size_of("70b"), ["full"] * 80
-    plans = [predict(size, Batch(1, 256), H200, 1, Placement(1, r), saves) for r in (0.0, 0.5)]
+    plans = [predict(size, BatchSize(1, 256), H200, 1, Placement(1, r), saves) for r in (0.0, 0.5)]
     layer = plans[1].layer
     waits = max(0, layer.copy - layer.forward) + max(0, layer.copy - layer.backward)
     assert plans[1].exposed == pytest.approx(78 * waits) and waits > 0
@@ -239,7 +239,7 @@ def test_what_is_not_hidden_is_in_the_step() -> None:
 
 
 def test_activations_come_back_by_the_way_of_the_weights() -> None:
-    size, batch, slow = size_of("70b"), Batch(1, 8192), replace(H200, host=25e9)
+    size, batch, slow = size_of("70b"), BatchSize(1, 8192), replace(H200, host=25e9)
     pairs = [(0.0, "fp8-offload"), (0.5, "fp8"), (0.5, "fp8-offload")]
     found = [predict(size, batch, slow, 1, Placement(1, r), [s] * 80).layer for r, s in pairs]
     alone, weights_alone, both = found

@@ -34,7 +34,7 @@ from lorakernels.planner.time import (
     EXCHANGE,
     KERNEL,
     MERGE,
-    Batch,
+    BatchSize,
     backward,
     calls,
     exchanged,
@@ -58,7 +58,7 @@ def size_of(model: str) -> ModelSize:
 
 def test_rows_that_ranks_share_take_a_part_of_the_work_and_of_the_bytes() -> None:
     """128k tokens over four GPUs: everything but attention's keys and values is a quarter."""
-    layer, whole = size_of("70b").layers[0], Batch(1, 131072)
+    layer, whole = size_of("70b").layers[0], BatchSize(1, 131072)
     shared = replace(whole, ranks=4)
     assert shared.tokens == 32768
     rows = 2 * ELEMENT * 131072 * 8 * 128  # k and v, 8 heads of 128
@@ -74,7 +74,7 @@ def test_rows_that_ranks_share_take_a_part_of_the_work_and_of_the_bytes() -> Non
 
 
 def test_keys_and_values_come_once_and_their_gradients_go_in_twice_the_bytes() -> None:
-    layer, batch = size_of("70b").layers[0], Batch(2, 8192, 4)
+    layer, batch = size_of("70b").layers[0], BatchSize(2, 8192, 4)
     received = 0.75 * 2 * 4 * 8192 * 8 * 128 / H200.peer
     both = 3 * received + 2 * EXCHANGE
     assert exchanged(layer, batch, H200, "full") == pytest.approx(both)
@@ -100,13 +100,13 @@ def test_attention_of_shared_rows_has_the_calls_of_the_rank_that_has_most(ranks:
         area = sum(q * (k.stop - k.start) for q, (_, k) in zip(queries, others, strict=True))
         assert 2 * size**2 + area == chunks.length**2 / (2 * ranks)
         most = max(most, (1 + len(others), 2 * size + sum(queries)))
-    assert calls(Batch(1, 2 * ranks * size, ranks)) == most
+    assert calls(BatchSize(1, 2 * ranks * size, ranks)) == most
 
 
 def test_short_rows_take_what_calls_and_exchanges_take_besides() -> None:
     """8B over eight GPUs: of 512 tokens each, a quarter of a layer is neither products nor keys."""
     layer = size_of("8b").layers[0]
-    alone, shared = Batch(1, 512), Batch(1, 4096, 8)
+    alone, shared = BatchSize(1, 512), BatchSize(1, 4096, 8)
     one, own = (
         forward(layer, batch, H200, "full") + backward(layer, batch, H200, "full")
         for batch in (alone, shared)
@@ -137,20 +137,22 @@ def test_a_long_row_is_planned_over_a_shared_base() -> None:
 
 def test_ranks_lay_down_their_keys_and_then_the_gradients_of_all() -> None:
     """A GPU's keys and values are 128 MiB of 512; their gradients in fp32 are 1 GiB: both are powers of two."""
-    size, batch = size_of("70b"), Batch(1, 131072, 4)
+    size, batch = size_of("70b"), BatchSize(1, 131072, 4)
     saves = ["checkpoint"] * 80
     found = predict(size, batch, H200, 4, Placement(4), saves).bytes
     assert found.exchange == (1 << 27) + (1 << 30)
     assert found.total == found.peak + found.exchange + found.context + found.fragments
     longer = predict(size, replace(batch, length=131080), H200, 4, Placement(4), saves).bytes
     assert longer.exchange == (1 << 28) + (1 << 31)
-    short = predict(size_of("1b"), Batch(1, 8, 2), H200, 2, Placement(), ["full"] * 16).bytes
+    short = predict(size_of("1b"), BatchSize(1, 8, 2), H200, 2, Placement(), ["full"] * 16).bytes
     assert short.exchange == 1 << 20  # the least, which is there already
-    assert predict(size, Batch(1, 8192), H200, 4, Placement(4), saves).bytes.exchange == 0
+    assert predict(size, BatchSize(1, 8192), H200, 4, Placement(4), saves).bytes.exchange == 0
 
 
-@pytest.mark.parametrize("batch", [Batch(1, 8192, 2), Batch(1, 8192)], ids=["shared", "alone"])
-def test_layers_keep_the_fastest_mix_that_fits_whatever_room_there_is(batch: Batch) -> None:
+@pytest.mark.parametrize(
+    "batch", [BatchSize(1, 8192, 2), BatchSize(1, 8192)], ids=["shared", "alone"]
+)
+def test_layers_keep_the_fastest_mix_that_fits_whatever_room_there_is(batch: BatchSize) -> None:
     """What ranks that share rows keep besides depends on the mix: "recompute" keeps as much as "full" there.
 
     66 and 69 GB were once too little for 70B's layers, where 65 and 67 GB were enough.
@@ -188,11 +190,11 @@ def test_equal_stages_wait_as_the_schedule_says(ranks: int, microbatches: int) -
     """Without a head and over links without end: (p − 1) / (m + p − 1) of a step."""
     size = replace(size_of("70b"), vocabulary=0, outside=0)
     machine = replace(H200, peer=math.inf, memory=10**15)
-    found = stages_within(size, Batch(1, 8192), machine, (ranks, microbatches))
+    found = stages_within(size, BatchSize(1, 8192), machine, (ranks, microbatches))
     assert not isinstance(found, int)
     assert found.pipeline.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
     layer = size.layers[0]
-    forms = (f(layer, Batch(1, 8192), machine, "full") for f in (forward, backward))
+    forms = (f(layer, BatchSize(1, 8192), machine, "full") for f in (forward, backward))
     own = sum(form.seconds for form in forms) * 80 / ranks * found.stages[0].factor
     assert found.step == pytest.approx(
         (microbatches + ranks - 1) * own, rel=1e-3
@@ -201,7 +203,7 @@ def test_equal_stages_wait_as_the_schedule_says(ranks: int, microbatches: int) -
 
 def test_the_slowest_stage_sets_the_pace_and_the_others_fill() -> None:
     """By hand: 2 stages of 3 s and 5 s, 4 microbatches: 4 · 5 + 3 s, and a send of each way at each of 4 times."""
-    size, batch = size_of("70b"), Batch(1, 8192)
+    size, batch = size_of("70b"), BatchSize(1, 8192)
     made = [stage(part, batch, H200, (i, 2, 4), ["full"] * 40) for i, part in enumerate(part_of(size, 2))]  # fmt: skip
     made = [each._replace(seconds=s, update=0.0) for each, s in zip(made, (3.0, 5.0), strict=True)]
     found = steps(size, batch, H200, (2, 4), made)
@@ -211,7 +213,7 @@ def test_the_slowest_stage_sets_the_pace_and_the_others_fill() -> None:
 
 
 def test_a_stage_holds_its_part_and_what_is_in_flight() -> None:
-    size, batch = size_of("70b"), Batch(1, 8192)
+    size, batch = size_of("70b"), BatchSize(1, 8192)
     parts = part_of(size, 4)
     for i, part in enumerate(parts):
         for microbatches in (4, 16):
@@ -232,7 +234,7 @@ def test_stages_whose_rows_gpus_share_have_a_part_of_the_tokens_and_exchange_key
     None
 ):
     """Beside plans of shared rows without stages: the same layers, exchanges and activations."""
-    size, batch = size_of("70b"), Batch(1, 16384, 2)
+    size, batch = size_of("70b"), BatchSize(1, 16384, 2)
     parts = part_of(size, 4)
     for save in ("full", "checkpoint"):
         found = stage(parts[1], batch, H200, (1, 4, 4), [save] * 20)
@@ -263,7 +265,7 @@ def test_plans_of_stages_and_shared_rows_fit_and_are_said() -> None:
 
 
 def test_the_head_is_the_last_stage_s_alone() -> None:
-    size, batch = size_of("8b"), Batch(1, 4096)
+    size, batch = size_of("8b"), BatchSize(1, 4096)
     parts = enumerate(part_of(size, 2))
     first, last = (stage(part, batch, H200, (i, 2, 2), ["full"] * 16) for i, part in parts)
     extra = head(size, batch, H200).seconds
@@ -336,7 +338,7 @@ def kept_by_two(rank: int, device: torch.device, forms: list[str]) -> dict[str, 
         }
         with patch.multiple(context_attention, **by_flash):
             kept = kept_bytes(model, own)
-        found[f"{form}, {targets}"] = kept, kept_of(size, Batch(2, 64, 2), [form] * len(layers))
+        found[f"{form}, {targets}"] = kept, kept_of(size, BatchSize(2, 64, 2), [form] * len(layers))
     return found
 
 
@@ -366,10 +368,10 @@ def test_a_sharded_optimizer_takes_what_shardedadamw_holds() -> None:
     count = lay_out([1000], 2).size  # so that nothing is padded
     one = replace(size_of("1b"), trained=count)
     saves = ["full"] * len(one.layers)
-    found = bytes_of(one, Batch(1, 64), H200, 2, Placement(optimizer=2), saves)
+    found = bytes_of(one, BatchSize(1, 64), H200, 2, Placement(optimizer=2), saves)
     assert on_ranks(state_of, 2, "gloo", count) == [found.optimizer] * 2
     many = replace(one, trained=BUCKET_BYTES)  # numbers of 4 bytes: the buffer has a bucket of them
-    part = bytes_of(many, Batch(1, 64), H200, 8, Placement(optimizer=8), saves).optimizer
+    part = bytes_of(many, BatchSize(1, 64), H200, 8, Placement(optimizer=8), saves).optimizer
     assert part == 16 * many.trained // 8 + BUCKET_BYTES
 
 

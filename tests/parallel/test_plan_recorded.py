@@ -23,7 +23,7 @@ from lorakernels.planner.machine import MACHINES
 from lorakernels.planner.memory import Placement
 from lorakernels.planner.plan import predict
 from lorakernels.planner.size import ModelSize
-from lorakernels.planner.time import BLOCK_FORWARD, REPLAY, Batch
+from lorakernels.planner.time import BLOCK_FORWARD, REPLAY, BatchSize
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results"
 RESULTS = RECORDED / "h200"
@@ -141,7 +141,7 @@ def predicted(case: Case) -> tuple[float, float]:
         trained = size.trained * count // len(size.layers)
         size = replace(size, layers=size.layers[:count], trained=trained)
     saves = [save for save, count in case.saves for _ in range(count)]
-    batch = Batch(sequences, length, case.cp)
+    batch = BatchSize(sequences, length, case.cp)
     over = case.ranks if case.sharded else 1
     placement = Placement(over, case.offload, optimizer=case.ranks if case.optimizer else 1)
     plan = predict(size, batch, MACHINES[case.machine], case.ranks, placement, saves)

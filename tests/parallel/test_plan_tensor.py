@@ -27,7 +27,15 @@ from lorakernels.planner.memory import Placement, bytes_of, kept_of, saves_withi
 from lorakernels.planner.plan import predict
 from lorakernels.planner.size import ELEMENT, ModelSize, split_layer, weights
 from lorakernels.planner.tensor import Exchange, crossings, ends, rows_exchanged
-from lorakernels.planner.time import KERNEL, Batch, Parts, backward, forward, head, stretched
+from lorakernels.planner.time import (
+    KERNEL,
+    BatchSize,
+    KernelSeconds,
+    backward,
+    forward,
+    head,
+    stretched,
+)
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, fused_in_bf16
 from tests.fusion.test_fuse_memory import kept_bytes
 from tests.processes import on_ranks
@@ -47,20 +55,20 @@ def size_of(model: str, adapted: str = "qkvo") -> ModelSize:
 @pytest.mark.parametrize(
     ("model", "adapted", "batch", "gpus", "placement", "save", "step", "rate", "total"),
     [
-        ("70b", "qkvo", Batch(2, 8192), 2, Placement(2, 0.27), "fp8-offload",
+        ("70b", "qkvo", BatchSize(2, 8192), 2, Placement(2, 0.27), "fp8-offload",
          "0x1.5f0285c824829p+2", "0x1.7569fd1b002bbp+12", 130553661421),
-        ("70b", "all", Batch(2, 8192, 2), 8, Placement(8, 0.0, True, 8), "checkpoint",
+        ("70b", "all", BatchSize(2, 8192, 2), 8, Placement(8, 0.0, True, 8), "checkpoint",
          "0x1.036014673660dp+2", "0x1.f956545ccb27dp+13", 31209846272),
-        ("8b", "all", Batch(2, 1024), 8, Placement(), "recompute",
+        ("8b", "all", BatchSize(2, 1024), 8, Placement(), "recompute",
          "0x1.6244060c1cb0bp-4", "0x1.71fb6fb5768c7p+17", 20379751936),
-        ("8b", "qkvo", Batch(2, 8192), 2, Placement(), "full",
+        ("8b", "qkvo", BatchSize(2, 8192), 2, Placement(), "full",
          "0x1.8bb366a8f41b2p-1", "0x1.4b3d7c8c82de6p+15", 68731164160),
     ],
 )  # fmt: skip
 def test_without_tp_a_plan_has_the_bits_that_it_had_before(
     model: str,
     adapted: str,
-    batch: Batch,
+    batch: BatchSize,
     gpus: int,
     placement: Placement,
     save: str,
@@ -96,7 +104,7 @@ def test_a_gpu_has_its_part_of_weights_adapters_and_vocabulary() -> None:
 def test_a_part_does_its_share_of_everything_but_launches(form: str, adapted: str) -> None:
     """Norms by rows, the rest by heads and columns: bytes and attention of four parts are those of the whole."""
     whole = size_of("70b", adapted).layers[0]
-    batch = Batch(1, 8192)
+    batch = BatchSize(1, 8192)
     for way in (forward, backward):
         one = way(whole, batch, H200, form)
         part = way(split_layer(whole, 4), replace(batch, tp=4), H200, form)
@@ -123,7 +131,7 @@ def parts_of_two(rank: int, device: torch.device, forms: list[str]) -> dict[str,
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         size = ModelSize(layers, VOCABULARY, 0, trained)
         split = parallelize(model, mesh["tp"], vocabulary=True)
-        own, batch = size.over(2), Batch(2, 64, 1, 2)
+        own, batch = size.over(2), BatchSize(2, 64, 1, 2)
         frozen = [m for n, m in model.named_modules() if n in split.cuts and hasattr(m, "stored")]
         rows = torch.randint(VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(0))
         kept_bytes(model, rows)  # matrices of parts are joined in the first forward
@@ -152,7 +160,7 @@ def test_parts_are_those_of_parallelize_and_so_is_what_they_keep() -> None:
 
 def test_exchanges_in_turn_take_three_bytes_of_each_row_and_way() -> None:
     """x8 twice a byte and y twice two bytes forward; dy8 and dx so backward: 6 M H (T − 1) / T each way."""
-    layer, batch = size_of("70b").over(4).layers[0], Batch(1, 8192, 1, 4)
+    layer, batch = size_of("70b").over(4).layers[0], BatchSize(1, 8192, 1, 4)
     rows = 6 * 8192 * 8192 * 3 // 4
     factors = 2 * 3 * 2048 * (48 + 16)  # s forward, ds backward: 16 bits, of the others
     totals = 3 * 4 * 8192 * (48 + 16)  # dA of q, k, v, and dB of o
@@ -175,19 +183,19 @@ def exchange_of(number: int, back: bool, tp: int) -> Exchange:
     from lorakernels.planner import tensor as plan_tensor
 
     made = plan_tensor._backward if back else plan_tensor._forward
-    batch = Batch(1, 8192, 1, tp)
+    batch = BatchSize(1, 8192, 1, tp)
     return made(size_of("70b").over(tp).layers[0], batch)[number]
 
 
 def test_rows_travel_beside_the_products_that_docs_name() -> None:
     """docs/parallel.md: on two GPUs, of 8,192 rows of 70B, all but the gradient of gate and up."""
-    size, batch = size_of("70b").over(2).layers[0], Batch(1, 8192, 1, 2)
+    size, batch = size_of("70b").over(2).layers[0], BatchSize(1, 8192, 1, 2)
     found = {
         (back, number): exchange_of(number, back, 2).is_beside(size, batch, H200)
         for back, number in product((False, True), range(4))
     }
     assert [key for key, beside in found.items() if not beside] == [(True, 2)]
-    few = Batch(1, 256, 1, 2)
+    few = BatchSize(1, 256, 1, 2)
     assert not any(exchange_of(n, False, 2).is_beside(size, few, H200) for n in range(4))
     in_blocks = replace(size, fp8=False, blocks=True)
     assert not exchange_of(0, False, 2).is_beside(in_blocks, batch, H200)
@@ -195,7 +203,7 @@ def test_rows_travel_beside_the_products_that_docs_name() -> None:
 
 def test_what_travels_beside_a_product_waits_for_what_takes_longer() -> None:
     """Over links without end launches and signals alone take time; over slow ones all but one piece's travel does."""
-    size, batch = size_of("70b").over(4).layers[0], Batch(1, 8192, 1, 4)
+    size, batch = size_of("70b").over(4).layers[0], BatchSize(1, 8192, 1, 4)
     fast, slow = replace(H200, peer=math.inf), replace(H200, peer=1e9)
     for back, number in product((False, True), (0, 1)):
         each = exchange_of(number, back, 4)
@@ -209,7 +217,7 @@ def test_what_travels_beside_a_product_waits_for_what_takes_longer() -> None:
 
 def test_a_gpu_that_waits_draws_less() -> None:
     """Seconds between kernels at their watts leave power to the kernels."""
-    parts = Parts(gemm=1.0)
+    parts = KernelSeconds(gemm=1.0)
     alone = stretched(parts, H200)
     assert alone == pytest.approx(H200.gemm_watts / H200.power)
     waits = 0.5
@@ -220,14 +228,14 @@ def test_a_gpu_that_waits_draws_less() -> None:
 
 
 def test_a_split_head_sums_hidden_states_and_multiplies_its_columns() -> None:
-    size, batch = size_of("70b"), Batch(1, 8192, 1, 4)
+    size, batch = size_of("70b"), BatchSize(1, 8192, 1, 4)
     own, whole = size.over(4), ELEMENT * 8192 * 8192
     found = ends(own, batch, H200)
     # the last norm's rows are gathered; the embedding's, and their gradient, are all-reduced
     assert found.waits == pytest.approx((0.75 + 2 * 1.5) * whole / H200.peer)
     kept = ends(replace(size, plain=False).over(4), batch, H200)
     assert kept.waits == pytest.approx(0.75 * whole / H200.peer)
-    one, part = head(size, Batch(1, 8192), H200), head(own, batch, H200)
+    one, part = head(size, BatchSize(1, 8192), H200), head(own, batch, H200)
     assert part.gemm == pytest.approx(one.gemm / 4) and part.memory < one.memory
 
 
@@ -235,23 +243,23 @@ def test_ranks_exchange_rows_in_memory_of_powers_of_two() -> None:
     """70B, beside products: x8 of all rows and s are more than 64 MiB, y and s more than 128."""
     for tp in (2, 4):
         own = size_of("70b").over(tp)
-        found = rows_exchanged(own, Batch(1, 8192, 1, tp), H200)
+        found = rows_exchanged(own, BatchSize(1, 8192, 1, tp), H200)
         assert found == (128 + 256) * MIB
     small = size_of("1b").over(2)
-    few = rows_exchanged(small, Batch(1, 64, 1, 2), H200)
-    assert few == 1 * MIB and rows_exchanged(small, Batch(1, 64), H200) == 0
-    used = bytes_of(size_of("70b"), Batch(1, 8192, 1, 2), H200, 2, Placement(), ["full"] * 80)
+    few = rows_exchanged(small, BatchSize(1, 64, 1, 2), H200)
+    assert few == 1 * MIB and rows_exchanged(small, BatchSize(1, 64), H200) == 0
+    used = bytes_of(size_of("70b"), BatchSize(1, 8192, 1, 2), H200, 2, Placement(), ["full"] * 80)
     assert used.total == used.peak + used.rows + used.context + used.fragments
 
 
 def test_replicas_are_counted_and_average_their_part_of_the_gradients() -> None:
-    size, batch, saves = size_of("70b"), Batch(1, 8192, 1, 4), ["full"] * 80
+    size, batch, saves = size_of("70b"), BatchSize(1, 8192, 1, 4), ["full"] * 80
     one, two = (predict(size, batch, H200, gpus, Placement(), saves) for gpus in (4, 8))
     assert one.rate == 8192 / one.step and two.rate == 2 * 8192 / two.step
     averaged = 2 * 4 * size.over(4).trained / 2 / H200.peer
     assert two.step - one.step == pytest.approx(averaged)
     assert one.bytes == two.bytes and one.bytes.base * 4 == size.base
-    rows = predict(size, Batch(1, 8192, 2, 4), H200, 8, Placement(), saves)
+    rows = predict(size, BatchSize(1, 8192, 2, 4), H200, 8, Placement(), saves)
     assert rows.rate == 8192 / rows.step and rows.layer.rows > 0 < rows.layer.split
 
 
@@ -261,7 +269,7 @@ def test_layers_keep_what_fits_in_parts() -> None:
     found = plan(75 * GB, gpus=PlanAxes(2, tp=2))
     assert len({*found.saves}) == 2 and found.bytes.total <= 75 * GB
     assert tuple(fit(found.model.layers, found.memory_budget, 8192, 2)) == found.saves
-    assert found.placement == Placement() and found.batch == Batch(1, 8192, 1, 2)
+    assert found.placement == Placement() and found.batch == BatchSize(1, 8192, 1, 2)
     batch, size = found.batch, found.model
     most = saves_within(size, batch, 1 << 50, ("full", "recompute"))
     assert most == ["full"] * 80
@@ -354,7 +362,7 @@ class Row:
         size, spec, found = size_of(self.key), SPECS[self.key], self.found
         if found["cut"]:
             size = replace(size, layers=size.layers[:8], trained=size.trained // 10)
-        batch = Batch(1, spec.length, int(found["cp"] or 1), int(found["tp"] or 1))
+        batch = BatchSize(1, spec.length, int(found["cp"] or 1), int(found["tp"] or 1))
         saves, machine = ["full"] * len(size.layers), MACHINES[found["machine"]]
         plan = predict(size, batch, machine, int(found["gpus"]), Placement(), saves)
         took, held = float(found["took"].replace(",", "")), float(found["held"])

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lorakernels import LoRAConfig, linear_cross_entropy, load_quantized
 from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import Trainer
 from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
@@ -54,7 +54,7 @@ def make(
         replay: bool,
         fused: bool = False,
         targets: Any = "all-linear",
-        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+        ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
         **options: Any,
     ) -> tuple[Trainer, list[str]]:
         said: list[str] = []

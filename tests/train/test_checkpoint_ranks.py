@@ -11,7 +11,7 @@ import torch
 from lorakernels.train.errors import CheckpointError, FinetuneError
 from lorakernels.train.files.checkpoint import Checkpoint
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.evaluations import Evaluations
 from lorakernels.train.run.session import Session
 from tests.processes import on_ranks
@@ -35,7 +35,7 @@ class Folder:
 
 
 class Trainer:
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: RunRanks, device: torch.device) -> None:
         self.ranks, self.device, self.taken = ranks, device, -1
         self.counters = type("Counters", (), {"step": 9})
 
@@ -45,7 +45,10 @@ class Trainer:
 
 def best(rank: int, device: torch.device, who: int) -> tuple[str, int, int]:
     """What `take_best` says, whose weights the model has, and what the session takes it for."""
-    trainer, options = Trainer(Ranks(rank, 2), device), FinetuneOptions(load_best_model_at_end=True)
+    trainer, options = (
+        Trainer(RunRanks(rank, 2), device),
+        FinetuneOptions(load_best_model_at_end=True),
+    )
     given: Any = trainer, None, options, None, None, 0.0, "", Folder(rank == who)
     session = Session(*given)
     session.evaluations = Evaluations(best_step=4, best_eval=1.0)
@@ -69,7 +72,7 @@ def test_the_best_weights_are_taken_by_all_ranks_or_none(who: int | None) -> Non
 
 
 def newest(rank: int, device: torch.device, who: int) -> str:
-    given: Any = Trainer(Ranks(rank, 2), device), None, None, None, None, 0.0, ""
+    given: Any = Trainer(RunRanks(rank, 2), device), None, None, None, None, 0.0, ""
     session = Session(*given)
     session.reporter = type("Reporter", (), {"say": None})  # type: ignore[assignment]
     folder: Any = Folder(rank == who)

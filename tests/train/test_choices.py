@@ -15,7 +15,7 @@ import torch
 from lorakernels import ContextParallel, LoRAConfig, apply_lora
 from lorakernels.autograd.attention import graphed as graphed_attention
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.run.choices import NAMES, choices
 from lorakernels.train.run.runtime import Fused, Runtime, fuse_layers, make_random_state
@@ -46,7 +46,7 @@ def block(said: str) -> list[str]:
                 "float32, frozen weights in FP8; 14 adapters of rank 4, ",
                 "as transformers has them: fused kernels are a GPU's",
                 "torch's flash kernel for CPUs; documents apart",
-                "none, every kernel is launched anew: CUDA graphs need a GPU",
+                "none, every kernel is launched one by one: CUDA graphs need a GPU",
                 "the same bits every time",
             ],
         ),
@@ -66,7 +66,7 @@ def block(said: str) -> list[str]:
                 "bfloat16; 14 adapters",
                 ", save recompute",
                 "; rows causal as a whole",
-                "none, every kernel is launched anew: eager was asked for",
+                "none, every kernel is launched one by one: eager was asked for",
                 "the same bits every time",
             ],
         ),
@@ -105,7 +105,7 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
     with monkeypatch.context() as patch:
         patch.setattr(runtime, "device", torch.device("cuda"))
-        fused, sizes = fuse_layers(model, made, CPU), Sizes.of(model, made.seq_len)
+        fused, sizes = fuse_layers(model, made, CPU), ModelCounts.of(model, made.seq_len)
         return choices(report, runtime, fused, "2 × a GPU", sizes, 16)
 
 
@@ -130,7 +130,7 @@ def test_unfused_layers_over_ranks_run_eagerly(
 ) -> None:
     lines = lines_of(model_dir, monkeypatch, **{axis: 2})
     kind = {"cp": "with rows over ranks (cp)", "tp": "split over ranks (tp)"}[axis]
-    assert lines[3].endswith(f"launched anew: unfused layers {kind} are not captured")
+    assert lines[3].endswith(f"launched one by one: unfused layers {kind} are not captured")
     gathers = "attention: 2 ranks gather the keys and values of their rows; documents apart"
     assert (lines[2] == gathers) == (axis == "cp")
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from lorakernels import ContextParallel
-from lorakernels.train.data.packing import Batch
+from lorakernels.train.data.packing import PackedBatch
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layouts.context import own_part, sharing
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests.train.alike import check_gradients, check_losses
 from tests.train.replays import assert_same, records
 from tests.train.test_ranks import losses, on_ranks
@@ -127,15 +127,15 @@ def test_a_sharded_base_changes_no_bit(count: int, run: list[Any], tmp_path: Pat
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(OptionError, match="cp must divide the number of ranks, got 2 for 3"):
-        sharing(FinetuneOptions(cp=2), Ranks(0, 3))
-    assert sharing(FinetuneOptions(), Ranks(1, 3)) == Ranks(1, 3)
+        sharing(FinetuneOptions(cp=2), RunRanks(0, 3))
+    assert sharing(FinetuneOptions(), RunRanks(1, 3)) == RunRanks(1, 3)
 
 
 def test_a_rank_takes_its_tokens_of_a_batch() -> None:
     whole = torch.arange(16).view(2, 8)
     labels = torch.tensor([[5, -100, 5, 5, -100, -100, 5, 5]]).repeat(2, 1)
     starts = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
-    batch = Batch(whole, labels, whole % 3, whole % 2, 10, starts)
+    batch = PackedBatch(whole, labels, whole % 3, whole % 2, 10, starts)
     contexts = [ContextParallel(nn.Module(), SimpleNamespace(rank=r, size=2)) for r in range(2)]  # type: ignore[arg-type]
     own = own_part(batch, contexts[1], isolate=True)
     assert own.input_ids.tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]

@@ -11,7 +11,7 @@ import pytest
 
 from lorakernels.train.data import encode
 from lorakernels.train.data.byte_tokenizer import byte_tokenizer
-from lorakernels.train.data.sources import Source
+from lorakernels.train.data.sources import DataSource
 from lorakernels.train.data.split import hold_out
 from lorakernels.train.data.tokens import TokenFile, cache_key, tokenize_files
 from lorakernels.train.errors import DataError
@@ -230,8 +230,8 @@ def test_written_once_and_keyed_by_content(
     assert tokenize_files([path], tokenizer, tmp_path / "cache").path != first.path
 
 
-def sources_of(*paths: Path) -> list[Source]:
-    return [Source(entry, path) for entry, path in enumerate(paths)]
+def sources_of(*paths: Path) -> list[DataSource]:
+    return [DataSource(entry, path) for entry, path in enumerate(paths)]
 
 
 def stub(**changes: Any) -> Any:

@@ -16,7 +16,7 @@ from lorakernels.train.data.prepare import RunData, load_data
 from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.model.model import load_model, summed_loss
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import Trainer
 from tests.train.chats import jsonl, tokenizer_with, turns
 from tests.train.replays import assert_same, trained
@@ -31,7 +31,7 @@ def load(tmp_path: Path) -> Load:
             **{"seq_len": 64, "eval_fraction": 0.0, "data": [str(d) for d in data], **options}
         )
         said: list[str] = []
-        found = load_data(made, tokenizer_with(), tmp_path / "tokens", said.append, Ranks())
+        found = load_data(made, tokenizer_with(), tmp_path / "tokens", said.append, RunRanks())
         return found, said
 
     return load

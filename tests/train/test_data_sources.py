@@ -17,7 +17,7 @@ from lorakernels.train.data.sources import find_sources, held_entries
 from lorakernels.train.data.tokens import tokenize_files
 from lorakernels.train.errors import DataError
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests.train.chats import jsonl, shown, tokenizer_with, tokens_of, turns
 
 ROWS = [
@@ -207,7 +207,7 @@ def test_a_run_s_held_out_data_are_not_its_training_data(tmp_path: Path) -> None
     folder, tokenizer = str(tmp_path), tokenizer_with(None)
     options = FinetuneOptions(data=[folder], eval_data=[folder], seq_len=128)
     said: list[str] = []
-    data = load_data(options, tokenizer, tmp_path / ".cache", said.append, Ranks())
+    data = load_data(options, tokenizer, tmp_path / ".cache", said.append, RunRanks())
     first = [
         tokenizer.decode(rows.batch([0]).input_ids[0, 1:5]) for rows in (data.train, data.held)
     ]

@@ -33,7 +33,7 @@ from lorakernels.train.jobs import (
 )
 from lorakernels.train.model.model import load_tokenizer
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.run.reporter import Reporter
 
@@ -102,7 +102,7 @@ def test_gradients_norms_and_rates_are_those_of_each_alone(
     jobs = [Job(n, [str(f)], [], lr=1e-2 if n == "fox" else 2e-3) for n, f in files.items()]
     adapters = add_jobs(model, jobs)
     each = [
-        load_data(replace(options, data=job.data), tokenizer, tmp_path, print, Ranks()).train
+        load_data(replace(options, data=job.data), tokenizer, tmp_path, print, RunRanks()).train
         for job in jobs
     ]
     shared = min(map(len, each))  # as many rows of each, so that both take them in one order
@@ -218,7 +218,7 @@ def test_a_job_is_not_named_as_what_the_run_writes(
     path = jobs_file(tmp_path / "jobs.yaml", {name: tmp_path / "x.jsonl"})
     options = options_of(model_dir, jobs=str(path))
     with pytest.raises(OptionError, match="must not begin with a dot or be one that a run writes"):
-        read_jobs(options, Ranks())
+        read_jobs(options, RunRanks())
 
 
 def test_a_job_s_data_folder_must_not_hold_the_output(model_dir: Path, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_job_s_data_folder_must_not_hold_the_output(model_dir: Path, tmp_path:
     options = options_of(model_dir, jobs=str(path))
     options.output = str(tmp_path / "out")
     with pytest.raises(OptionError, match=r"fox: data: the folder .* holds output .*out, whose"):
-        read_jobs(options, Ranks())
+        read_jobs(options, RunRanks())
 
 
 def test_rows_of_the_shorter_job_repeat(
@@ -234,7 +234,7 @@ def test_rows_of_the_shorter_job_repeat(
 ) -> None:
     options, tokenizer = options_of(model_dir, data=["unused"]), load_tokenizer(model_dir)
     each = [
-        load_data(replace(options, data=[str(f)]), tokenizer, tmp_path, print, Ranks()).train
+        load_data(replace(options, data=[str(f)]), tokenizer, tmp_path, print, RunRanks()).train
         for f in files.values()
     ]
     rows = JobRows(each, SEQ_LEN)
@@ -271,11 +271,11 @@ def test_the_held_out_loss_counts_every_row_once(
         for value in adapters.parameters(job.name).values():
             torch.nn.init.normal_(value.data, std=0.2)
     held: Any = load_jobs(jobs, options, load_tokenizer(model_dir), tmp_path, reporter).held
-    long, short = map(len, held.each)
+    long, short = map(len, held.by_job)
     assert long > short > 1
     trainer: Any = SimpleNamespace(jobs=jobs, model=model, options=options)
     each = JobsTrainer.evaluate_each(trainer, held, reporter)
-    tokens = [sum(map(rows.targets_of, range(len(rows)))) for rows in held.each]
+    tokens = [sum(map(rows.targets_of, range(len(rows)))) for rows in held.by_job]
     expected = sum(n * each[job.name] for n, job in zip(tokens, jobs, strict=True)) / sum(tokens)
     assert evaluate(model, held, options) == pytest.approx(expected, rel=1e-6)
     assert held.targets_of_each(range(long)) == tokens

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 
 from lorakernels.autograd.attention import choose as attention
 from lorakernels.train.data import packing
-from lorakernels.train.data.packing import PADDING, Batch, PackedRows, RowOrder, longest_of
+from lorakernels.train.data.packing import PADDING, PackedBatch, PackedRows, RowOrder, longest_of
 from lorakernels.train.data.prepare import RunData, check_rows
 from lorakernels.train.errors import DataError
 from lorakernels.train.jobs import JobRows
@@ -48,7 +48,7 @@ def rows_of(lengths: list[int], seq_len: int) -> PackedRows:
     return PackedRows(np.frombuffer(text, dtype=np.uint8), spans, seq_len)
 
 
-def told_the_row(batch: Batch) -> Batch:
+def told_the_row(batch: PackedBatch) -> PackedBatch:
     """The batch as one with padding in one piece, where attention is told the length of a row."""
     rows, length = batch.segments.shape
     first = torch.ones(rows, length, dtype=torch.bool)
@@ -116,7 +116,7 @@ def test_a_longer_document_is_refused() -> None:
 def test_a_batch_that_moves_keeps_it() -> None:
     batch = rows_of([200], 300).batch([0])
     assert batch.longest == batch.to(torch.device("cpu")).longest == 256
-    assert Batch.of(batch.tensors(), 256).longest == 256
+    assert PackedBatch.of(batch.tensors(), 256).longest == 256
 
 
 def test_values_and_gradients_have_the_same_bits(
@@ -161,7 +161,7 @@ def test_a_run_is_the_same(
     first, losses, told = [], [], []
     real = models.places_of
 
-    def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
+    def places_of(decoder: Any, batch: PackedBatch) -> dict[str, Any]:
         places = real(decoder, batch)
         told[-1].add(places["max_length_q"])
         return places

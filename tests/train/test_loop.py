@@ -21,7 +21,7 @@ from lorakernels.train.model.loss import chunked_cross_entropy
 from lorakernels.train.model.model import hidden_states, load_model, save_activations, summed_loss
 from lorakernels.train.optimizer.schedule import learning_rate, warmup_steps
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import STEP, Ranks
+from lorakernels.train.ranks.ranks import STEP, RunRanks
 from lorakernels.train.run import loop
 from lorakernels.train.run.loop import Trainer, evaluate, evaluation_batches
 from lorakernels.train.run.metrics import MetricsLog, plot_losses, read_metrics
@@ -59,7 +59,7 @@ def trainer(model_dir: Path, rows: PackedRows) -> MakeTrainer:
     return make
 
 
-class Recording(Ranks):
+class Recording(RunRanks):
     """Two ranks, of which the other adds nothing."""
 
     def add_up_gradients(

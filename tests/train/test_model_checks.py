@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora
-from lorakernels.train.data.packing import Batch, PackedRows, attention_mask
+from lorakernels.train.data.packing import PackedBatch, PackedRows, attention_mask
 from lorakernels.train.errors import ModelError
 from lorakernels.train.model import model as train_model
 from lorakernels.train.model.checks import check_model, isolation
@@ -195,7 +195,7 @@ def test_rows_as_one_sequence_reach_attention_without_a_mask(
     assert [mask.shape for mask, _ in seen[2:]] == [(3, 1, 24, 24)] * 2
     assert model.config._attn_implementation == "sdpa", "as it was"
     # padding, at a row's end, is seen by nothing before it
-    cut = Batch(*(t[:, :20] for t in batch.tensors()[:4]), -1)  # type: ignore[index, misc]
+    cut = PackedBatch(*(t[:, :20] for t in batch.tensors()[:4]), -1)  # type: ignore[index, misc]
     with torch.no_grad():
         torch.testing.assert_close(
             hidden_states(model, cut, isolate=False), dense[:, :20], rtol=1e-3, atol=1e-3
@@ -305,7 +305,7 @@ def test_the_loss_is_the_models_own_where_logits_change(kind: str, more: dict[st
     labels = torch.cat([torch.cat([d[1:], torch.tensor([-100])]) for d in documents])[None]
     places = torch.cat([torch.arange(len(d)) for d in documents])[None]
     owners = torch.tensor([0] * 5 + [1] * 7)[None]
-    batch = Batch(torch.cat(documents)[None], labels, places, owners, 10)
+    batch = PackedBatch(torch.cat(documents)[None], labels, places, owners, 10)
     found = summed_loss(model, batch, 4)
     logits = [model(d[None], use_cache=False).logits[0, :-1] for d in documents]
     expected = nn.functional.cross_entropy(

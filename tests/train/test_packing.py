@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorakernels.train.data.packing import IGNORE, Batch, PackedRows, RowOrder, attention_mask, pack
+from lorakernels.train.data.packing import (
+    IGNORE,
+    PackedBatch,
+    PackedRows,
+    RowOrder,
+    attention_mask,
+    pack,
+)
 from lorakernels.train.model.model import decoder_and_head, hidden_states, load_model
 
 
@@ -115,6 +122,6 @@ def test_row_order_is_a_permutation_per_epoch_from_any_position() -> None:
 def test_batch_moves_and_keeps_its_count() -> None:
     batch = rows_of([4, 9], 8).batch([0])
     assert (
-        isinstance(batch.to(torch.device("cpu")), Batch)
+        isinstance(batch.to(torch.device("cpu")), PackedBatch)
         and batch.to(torch.device("cpu")).targets == batch.targets
     )

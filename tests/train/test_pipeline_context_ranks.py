@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layouts.context import sharing
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests.fusion.fused_models import FP32
 from tests.train.alike import TURNED_GRADIENTS, check_gradients, check_losses
 from tests.train.replays import assert_same, records
@@ -196,7 +196,7 @@ def test_two_replicas_of_two_stages_of_shared_rows(run: list[Any], tmp_path: Pat
 
 
 def test_a_rank_knows_its_replica_and_its_stage() -> None:
-    ranks = [Ranks(rank, 8, cp=2, pp=2) for rank in range(8)]
+    ranks = [RunRanks(rank, 8, cp=2, pp=2) for rank in range(8)]
     assert [r.replica for r in ranks] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert {r.replicas for r in ranks} == {2} and {r.of_stage for r in ranks} == {4}
     assert [r.rank for r in ranks if r.first_of_replica] == [0, 2]
@@ -204,7 +204,7 @@ def test_a_rank_knows_its_replica_and_its_stage() -> None:
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(OptionError, match="cp · pp must divide the number of ranks, got 4 for 2"):
-        sharing(FinetuneOptions(cp=2, pp=2), Ranks(0, 2))
+        sharing(FinetuneOptions(cp=2, pp=2), RunRanks(0, 2))
 
 
 @pytest.mark.gpu

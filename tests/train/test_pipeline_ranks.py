@@ -23,7 +23,7 @@ from lorakernels.train.layouts.context import sharing
 from lorakernels.train.model.checks import check_model
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Phase
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests import processes
 from tests.fusion.fused_models import FP32
 from tests.train.alike import TURNED_GRADIENTS, check_gradients, check_losses
@@ -212,7 +212,7 @@ def test_two_replicas_of_two_stages(run: list[Any], tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_divide_are_refused() -> None:
     with pytest.raises(OptionError, match="pp must divide the number of ranks, got 2 for 3"):
-        sharing(FinetuneOptions(pp=2), Ranks(0, 3))
+        sharing(FinetuneOptions(pp=2), RunRanks(0, 3))
 
 
 @pytest.mark.parametrize(

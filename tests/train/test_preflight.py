@@ -92,14 +92,14 @@ def test_an_option_that_does_not_fit_the_model_is_refused_before_anything_is_loa
 def test_graphs_of_a_step_are_refused_for_several_ranks_before_anything_is_loaded(
     model_dir: Path, data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lorakernels.train.ranks.ranks import Ranks
+    from lorakernels.train.ranks.ranks import RunRanks
 
     monkeypatch.setattr(job, "check_directory", lambda _: pytest.fail("too late"))
     options = FinetuneOptions(
         model=str(model_dir), data=[str(data_file)], output=str(tmp_path), graphs="step"
     )
     with pytest.raises(OptionError, match="graphs=step is for one process, found 2 ranks"):
-        job.adapt(options, Reporter("test", 1), Ranks(0, 2))
+        job.adapt(options, Reporter("test", 1), RunRanks(0, 2))
 
 
 def test_a_token_outside_of_the_vocabulary_is_refused_before_anything_is_loaded(

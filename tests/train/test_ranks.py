@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.ranks import ranks as train_ranks
-from lorakernels.train.ranks.ranks import Ranks, ranks_of_environment
+from lorakernels.train.ranks.ranks import RunRanks, ranks_of_environment
 from tests import processes
 from tests.distributed.test_split_graphs import own_rows_of_the_sum
 from tests.graphs.fake import FakeBackend
@@ -36,13 +36,13 @@ Cli = Callable[..., int]
 def test_ranks_of_environment(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert ranks_of_environment() == Ranks()
+    assert ranks_of_environment() == RunRanks()
     for lonely in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(lonely, "0")
         with pytest.raises(OptionError, match=r"torchrun sets.*'WORLD_SIZE': None"):
             ranks_of_environment()  # every process of the job would train alone
         monkeypatch.setenv("WORLD_SIZE", "1")
-        assert ranks_of_environment() == Ranks()
+        assert ranks_of_environment() == RunRanks()
         monkeypatch.delenv("WORLD_SIZE")
         monkeypatch.delenv(lonely)
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -50,7 +50,7 @@ def test_ranks_of_environment(monkeypatch):
         ranks_of_environment()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert ranks_of_environment() == Ranks(3, 4, 1)
+    assert ranks_of_environment() == RunRanks(3, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_what_stops_rank_0_stops_all(error, said, monkeypatch):
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
     with pytest.raises(type(error)):
-        Ranks(0, 2).on_first(work)
+        RunRanks(0, 2).on_first(work)
     assert sent == [said]
     with pytest.raises(FinetuneError, match=f"rank 0 stopped: {said}"):
-        Ranks(1, 2).on_first(work)
+        RunRanks(1, 2).on_first(work)
 
 
 def uneven(rank: int, size: int, where: dict[str, str], folder: str) -> None:
@@ -89,7 +89,7 @@ def uneven(rank: int, size: int, where: dict[str, str], folder: str) -> None:
     if rank == 1:
         b.grad = torch.full((2,), 5.0)
     loss = torch.tensor(1 + 2.0**-20)
-    grads = Ranks(rank, size).add_up_gradients([a, b, c], loss)
+    grads = RunRanks(rank, size).add_up_gradients([a, b, c], loss)
     torch.save({"a": a.grad, "b": b.grad, "c": c.grad, "loss": loss, "n": len(grads)},
                f"{folder}/uneven{rank}.pt")  # fmt: skip
     dist.destroy_process_group()

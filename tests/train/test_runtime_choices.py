@@ -17,7 +17,7 @@ from lorakernels.train.data.packing import PackedRows
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model.model import summed_loss, takes_starts
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
 from tests.graphs.fake import FakeBackend
 from tests.train.replays import CPU, assert_same, trained
@@ -86,7 +86,7 @@ def test_several_ranks_take_graphs_of_layers(model_dir: Path) -> None:
 
     model = load_model(model_dir, torch.float32, CPU)
     apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
-    random, two = make_random_state(7, 0, CPU), Ranks(0, 2)
+    random, two = make_random_state(7, 0, CPU), RunRanks(0, 2)
     made: dict[str, Any] = {"ranks": two, "backend": FakeBackend}
     scopes = [Runtime(model, FinetuneOptions(), None, random, **made).scope]
     scopes.append(Runtime(model, FinetuneOptions(), None, random, backend=FakeBackend).scope)
@@ -177,7 +177,7 @@ def test_a_refused_replay_is_said_and_its_step_runs_again(make, graphs):
 @pytest.mark.parametrize("rank", [0, 3])
 def test_a_refused_replay_is_said_on_the_rank_where_it_is(make, rank, capsys):
     """The others' output is off."""
-    trainer, said = make(True, graphs="layer", ranks=Ranks(rank, 4))
+    trainer, said = make(True, graphs="layer", ranks=RunRanks(rank, 4))
     for _ in range(4):
         trainer.step()
     assert not capsys.readouterr().err

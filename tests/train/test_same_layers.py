@@ -17,7 +17,7 @@ from lorakernels.train.errors import FinetuneError
 from lorakernels.train.layouts.pipeline import stage_ranks
 from lorakernels.train.model.checks import check_same_layers
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.reporter import Reporter
 from tests.processes import on_ranks
 
@@ -35,7 +35,7 @@ class Case:
 
 def loaded(rank: int, device: torch.device, folder: str, case: Case) -> tuple[str, str]:
     """The class of a layer without an adapter, and what is said."""
-    ranks, real = Ranks(rank, case.size, pp=case.pp), adapted.load_quantized
+    ranks, real = RunRanks(rank, case.size, pp=case.pp), adapted.load_quantized
 
     def load_quantized(*args: Any, **kwargs: Any) -> Any:
         if case.who is not None and kwargs["stages"] is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layouts.sharding import shard_mesh
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests import processes
 from tests.train.replays import records
 from tests.train.test_ranks import losses, on_ranks
@@ -148,7 +148,7 @@ def meshes(rank: int, device: torch.device) -> list[Any]:
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     options = FinetuneOptions(shard_base=True)
-    mesh = shard_mesh(options, Ranks(rank, 4, rank % 2), device, pytest.fail)
+    mesh = shard_mesh(options, RunRanks(rank, 4, rank % 2), device, pytest.fail)
     assert mesh is not None
     sums = torch.tensor(float(rank))
     dist.all_reduce(sums, group=mesh.get_group())
@@ -169,17 +169,17 @@ def test_uneven_machines_are_refused(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     options = FinetuneOptions(shard_base=True)
     with pytest.raises(OptionError, match=message):
-        shard_mesh(options, Ranks(0, 4), torch.device("cpu"), pytest.fail)
+        shard_mesh(options, RunRanks(0, 4), torch.device("cpu"), pytest.fail)
 
 
 def test_parts_of_layers_are_sharded_within_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     options, said = FinetuneOptions(shard_base=True, tp=4), []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert shard_mesh(options, Ranks(0, 8, tp=4), torch.device("cpu"), said.append) is None
+    assert shard_mesh(options, RunRanks(0, 8, tp=4), torch.device("cpu"), said.append) is None
     assert "each rank keeps its parts whole" in said[0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="needs all 4 ranks of tp on one machine, found 2"):
-        shard_mesh(options, Ranks(0, 8, tp=4), torch.device("cpu"), pytest.fail)
+        shard_mesh(options, RunRanks(0, 8, tp=4), torch.device("cpu"), pytest.fail)
 
 
 @pytest.mark.gpu

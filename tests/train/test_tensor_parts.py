@@ -29,7 +29,7 @@ from lorakernels.train.layouts.parts import whole_model
 from lorakernels.train.layouts.tensor import layer_mesh, split_layers
 from lorakernels.train.model.model import hidden_states, load_model
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from lorakernels.train.run.loop import Trainer, evaluate
 from lorakernels.train.run.reporter import Reporter
 from lorakernels.train.run.runtime import Runtime, fuse_layers, make_random_state
@@ -99,7 +99,7 @@ def spoken(
         vars(model.config).update(case.get("config", {}))
         add_adapters(model, options)
         said: list[str] = []
-        ranks = Ranks(rank, 2, tp=2)
+        ranks = RunRanks(rank, 2, tp=2)
         split_layers(model, options, ranks, layer_mesh(ranks, device), said.append)
         found.append((said, isinstance(model.get_output_embeddings(), VocabularyHead)))
     return found
@@ -137,7 +137,7 @@ def replaying(
         r=4, lora_dropout=0.2, seq_len=24, batch_size=2, grad_accum=2, steps=9, lr=1e-2, fuse=True,
         **{axis: 2},
     )  # fmt: skip
-    ranks, found = Ranks(rank, 2, **{axis: 2}), []
+    ranks, found = RunRanks(rank, 2, **{axis: 2}), []
     for backend in (FakeBackend, None):
         torch.manual_seed(1)
         random = make_random_state(7, 0, device)
@@ -251,9 +251,9 @@ def test_graphs_go_before_the_process_group(
     order, close, step = [], Runtime.close, Trainer.step
 
     @contextmanager
-    def group(device: torch.device) -> Iterator[Ranks]:
+    def group(device: torch.device) -> Iterator[RunRanks]:
         try:
-            yield Ranks()
+            yield RunRanks()
         finally:
             order.append("group")
 

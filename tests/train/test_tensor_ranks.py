@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from lorakernels.train.errors import OptionError
 from lorakernels.train.layouts.context import sharing
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 from tests.fusion.fused_models import FP32
 from tests.train.alike import (
     TURNED_GRADIENTS,
@@ -306,11 +306,11 @@ def test_ranks_that_do_not_divide_are_refused(
     more: dict[str, int], ranks: int, message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
-        sharing(FinetuneOptions(**more), Ranks(0, ranks))  # type: ignore[arg-type]
+        sharing(FinetuneOptions(**more), RunRanks(0, ranks))  # type: ignore[arg-type]
 
 
 def test_a_rank_knows_its_replica_and_who_counts() -> None:
-    ranks = [Ranks(rank, 8, cp=2, tp=2) for rank in range(8)]
+    ranks = [RunRanks(rank, 8, cp=2, tp=2) for rank in range(8)]
     assert [r.replica for r in ranks] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert {r.replicas for r in ranks} == {2}
     assert [r.counts for r in ranks] == [True, False] * 4

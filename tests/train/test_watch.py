@@ -28,7 +28,7 @@ def hears(rank: int, where: dict[str, str], folder: str) -> None:
         time.sleep(600)
 
     with mock.patch.object(watch, "time", mock.Mock(sleep=grace)):
-        watch.Watch(lambda: "")
+        watch.RankWatch(lambda: "")
         dist.barrier()
         if rank == ENDS:
             os._exit(0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import LoRAConfig, apply_lora, fuse
-from lorakernels.train.data.packing import Batch
+from lorakernels.train.data.packing import PackedBatch
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model.model import attention_of, decoder_and_head, hidden_states
 from lorakernels.train.model.windows import check_windows
@@ -66,7 +66,7 @@ def documents() -> list[Tensor]:
     return [torch.randint(3, 64, (length,), generator=numbers) for length in LENGTHS]
 
 
-def one_row(parts: list[Tensor]) -> Batch:
+def one_row(parts: list[Tensor]) -> PackedBatch:
     """The documents and four tokens of padding."""
     parts = [*parts, torch.zeros(4, dtype=torch.long)]
     places = [torch.arange(len(part)) for part in parts]
@@ -74,7 +74,7 @@ def one_row(parts: list[Tensor]) -> Batch:
     numbers = [*range(len(parts) - 1), -1]
     segments = [torch.full_like(p, number) for p, number in zip(parts, numbers, strict=True)]
     ids, positions, segment = (torch.cat(each)[None] for each in (parts, places, segments))
-    return Batch(ids, ids, positions, segment, ids.numel())
+    return PackedBatch(ids, ids, positions, segment, ids.numel())
 
 
 @torch.no_grad()

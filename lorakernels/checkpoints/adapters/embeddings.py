@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's own embedding and output head in an adapter file. V is the vocabulary, the weights are [V, K].
 
-base_model.model.<path>.weight              of a model whose vocabulary is not the base's any more
+base_model.model.<path>.weight              of a model whose vocabulary was resized
 base_model.model.<path>.base_layer.weight   of a head under an adapter; PEFT always writes it
 
 PEFT puts them into the base when it loads the file, and so does `load_adapter`.
@@ -32,15 +32,15 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """{path: module} of the input embedding and the output head of a model of transformers; of another model none."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for get in ("get_input_embeddings", "get_output_embeddings"):
         module = None
         with suppress(NotImplementedError):  # of a model without words
             module = getattr(model, get, lambda: None)()
         if module is not None:
             names = (path for path, other in model.named_modules() if other is module)
-            found |= {clean_path(path): module for path in names}
-    return found
+            modules |= {clean_path(path): module for path in names}
+    return modules
 
 
 def is_tied(model: nn.Module) -> bool:
@@ -61,29 +61,29 @@ def take_embeddings(
     What a file has by the keys of `expected` was trained, and stays there. A tied weight has both paths. Warns if a
     file lacks one of the two of a resized vocabulary.
     """
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     modules = embeddings(model)
     for path, module in modules.items():
         for name in (n for n in _NAMES if module._parameters.get(n) is not None):
             for key in (f"{PREFIX}{path}.{name}", f"{PREFIX}{path}.base_layer.{name}"):
                 if key in tensors and key not in expected:
-                    found[f"{path}.{name}"] = tensors.pop(key)
+                    values[f"{path}.{name}"] = tensors.pop(key)
     weights = [f"{path}.weight" for path in modules]
-    given = [path for path in weights if path in found]
-    others = [p for p in weights if p not in given and f"{PREFIX}{p}" not in expected]
-    if given and others and is_tied(model):
-        found |= dict.fromkeys(others, found[given[0]])
-    elif given and others and _resized_from(model, None) is not None:
+    present = [path for path in weights if path in values]
+    others = [p for p in weights if p not in present and f"{PREFIX}{p}" not in expected]
+    if present and others and is_tied(model):
+        values |= dict.fromkeys(others, values[present[0]])
+    elif present and others and _resized_from(model, None) is not None:
         warnings.warn(
-            f"the file has {given[0]} of a resized vocabulary and no {others[0]}, which PEFT 0.21 leaves out if the "
+            f"the file has {present[0]} of a resized vocabulary and no {others[0]}, which PEFT 0.21 leaves out if the "
             "head has an adapter: its new rows stay this model's own",
             stacklevel=4,
         )
-    return found
+    return values
 
 
 def check_embeddings(
-    model: nn.Module, values: Mapping[str, Tensor], at: Mapping[int, Place]
+    model: nn.Module, values: Mapping[str, Tensor], place_of: Mapping[int, Place]
 ) -> None:
     """Raise ValueError if one of `values`, which `take_embeddings` found, has no place in `model`."""
     modules = embeddings(model)
@@ -92,7 +92,7 @@ def check_embeddings(
         module = modules[owner]
         parameter = module._parameters[name]
         assert parameter is not None
-        place = at.get(id(parameter))
+        place = place_of.get(id(parameter))
         shape = tuple(parameter.shape) if place is None else place.shape(parameter)
         if tuple(value.shape) != shape:
             raise ValueError(
@@ -141,7 +141,10 @@ def put_embeddings(model: nn.Module, values: Mapping[str, Tensor], like: Like) -
 
 @torch.no_grad()
 def _put(module: nn.Module, name: str, value: Tensor) -> Callable[[], object]:
-    """Write `value`, and return what undoes it. An FP8 weight is quantized anew, the same base to the same bytes."""
+    """Write `value`, and return a function that undoes it.
+
+    An FP8 weight is quantized again. Equal bases give equal bytes.
+    """
     if name == "weight" and _is_fp8(module):
         names = (name, "weight_scale_inv")
         before = {k: v.clone() for k, v in module.state_dict().items() if k in names}
@@ -149,17 +152,17 @@ def _put(module: nn.Module, name: str, value: Tensor) -> Callable[[], object]:
         return lambda: module.load_state_dict(before, strict=False)
     parameter = module._parameters[name]
     assert parameter is not None
-    own = _local(parameter).detach()
-    new = _local(value).to(own.device)
-    if is_same_base(own, new):
+    local = _local(parameter).detach()
+    new = _local(value).to(local.device)
+    if is_same_base(local, new):
         return lambda: None
-    kept = own.to("cpu", copy=True)
-    own.copy_(new)
-    return lambda: own.copy_(kept)
+    kept = local.to("cpu", copy=True)
+    local.copy_(new)
+    return lambda: local.copy_(kept)
 
 
 def is_same_base(weight: Tensor, value: Tensor) -> bool:
-    """Whether two weights are one base's, held in as many bits or in fewer."""
+    """Whether two weights come from the same base, in equal or different numbers of bits."""
     return torch.equal(weight, value.to(weight.dtype)) or torch.equal(weight.to(value.dtype), value)
 
 
@@ -172,28 +175,28 @@ def resized_embeddings(
     has already is left out.
 
     Raises:
-        ValueError: the values are not on this rank, or not those of the base.
+        ValueError: the values are not on this rank, or differ from the base.
     """
     was = _resized_from(model, base)
     if was is None:
         return {}
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     modules = embeddings(model)
     weights = [path for path in modules if f"{PREFIX}{path}.weight" not in present]
     for path, module in modules.items():
         infix = "base_layer." if isinstance(module, LoRALinear) else ""
         for name in (n for n in _NAMES if module._parameters.get(n) is not None):
             if (key := f"{PREFIX}{path}.{infix}{name}") not in present:
-                found[key] = _of_base(path, module, name)
+                tensors[key] = _of_base(path, module, name)
                 if name == "weight" and _is_fp8(module) and is_tied(model) and len(weights) == 2:
-                    found[key] = _of_base(weights[0], modules[weights[0]], name)  # not rounded
-    if found:
+                    tensors[key] = _of_base(weights[0], modules[weights[0]], name)  # not rounded
+    if tensors:
         warnings.warn(
             f"the vocabulary has another size than that of {base}, {was}: the file holds the embedding and the head "
             "as well. To load it, resize the base first",
             stacklevel=4,
         )
-    return found
+    return tensors
 
 
 def _of_base(path: str, module: nn.Module, name: str) -> Tensor:

@@ -32,11 +32,11 @@ from lorakernels.checkpoints.adapters.keys import (
     ADAPTER_ENDS,
     PREFIX,
     adapter_tensors,
+    as_expected,
     check_complete,
     check_keys,
-    expected_slots,
+    expected_tensors,
     keys_of,
-    slots,
     stacks_of,
     without_peft_copies,
 )
@@ -72,11 +72,11 @@ def save_adapter(
 ) -> Path:
     """Write the adapter of `model` to the directory `path`, for `PeftModel.from_pretrained` to read.
 
-    A new directory appears with both files at once. In an existing directory, each file is written beside its
-    place, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
-    crash between the two renames leaves new weights beside the old config. With sharded parameters, and after
-    `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files are
-    those of one process.
+    A new directory appears with both files at once. In an existing directory, each file is written under a temporary
+    name, synced, and renamed over the old one. An error, such as a full disk, leaves the old adapter in place. A
+    crash between the two renames leaves new weights with the old config. With sharded parameters, and after
+    `parallelize` or `pipeline_parallel`, every rank must call this. Rank 0 writes whole values, so that the files
+    equal the files of one process.
 
     Layers of several configs fit into one file: their scaling is written as their alpha. If `task_type` is None, it is
     the config's, or else "CAUSAL_LM" for a causal LM of transformers. After "olora" and "pissa" the file has twice the
@@ -114,8 +114,8 @@ def _save(model: nn.Module, folder: Path, base: str | None, task_type: str | Non
         parameters = adapter_tensors(model)
         base = base or getattr(model, "name_or_path", None)
         parameters |= resized_embeddings(model, base, parameters)
-    at = places(model)
-    tensors = {key: _whole(tensor, at.get(id(tensor))) for key, tensor in parameters.items()}
+    place_of = places(model)
+    tensors = {key: _whole(tensor, place_of.get(id(tensor))) for key, tensor in parameters.items()}
     join_initial(model, tensors)
     for stack in stacks_of(model):
         stack.join(tensors)
@@ -174,10 +174,10 @@ def load_adapter(
     _check_alike(model, tensors, str(folder))
     with _together(model):
         tensors, values = _fitting(model, tensors, folder, config)
-    adapted, at = bool(lora_modules(model)), places(model)
+    adapted, place_of = bool(lora_modules(model)), places(model)
 
     def like(value: Tensor, parameter: Tensor) -> Tensor:
-        return _like(value, parameter, at.get(id(parameter)))
+        return _like(value, parameter, place_of.get(id(parameter)))
 
     with all_or_nothing(model), put_embeddings(model, values, like):
         if not adapted:
@@ -193,7 +193,7 @@ def _together(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Who hold parts or stages of `model`, and who share its rows."""
+    """The groups of ranks that hold parts or stages of `model`, or share its rows."""
     stages, context = PipelineParallel.of(model), ContextParallel.of(model)
     held = group_of(model) if stages is None else stages.ranks.group
     return [group for group in (held, context and context.ranks.group) if group is not None]
@@ -208,7 +208,7 @@ def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> Non
 
 
 class _Fitting(NamedTuple):
-    """What a file has for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
+    """The tensors of a file for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
 
     tensors: dict[str, Tensor]
     embeddings: dict[str, Tensor]
@@ -222,7 +222,7 @@ def _fitting(
     Raises:
         ValueError: as for `load_adapter`.
     """
-    at = places(model)
+    place_of = places(model)
     adapted = bool(lora_modules(model))
     try:
         _check_not_meta(model)
@@ -230,19 +230,19 @@ def _fitting(
             _check_unmerged(model)
             stages = PipelineParallel.of(model)
             with stages.structure() if stages else nullcontext():
-                own = adapter_tensors(model)
-                expected = slots(own)
-                for key in (key for key, tensor in own.items() if id(tensor) in at):
-                    shape = at[id(own[key])].shape(own[key])
+                current = adapter_tensors(model)
+                expected = as_expected(current)
+                for key in (key for key, tensor in current.items() if id(tensor) in place_of):
+                    shape = place_of[id(current[key])].shape(current[key])
                     expected[key] = expected[key]._replace(shape=shape)
                 widen(model, expected)
                 promised = keys_of(model, config)
                 values = take_embeddings(model, expected, tensors)
-                check_embeddings(model, values, at)
+                check_embeddings(model, values, place_of)
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
-            if at:
+            if place_of:
                 raise ValueError(
                     "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
                 )
@@ -250,10 +250,10 @@ def _fitting(
                 raise ValueError(
                     "its rows are shared by ranks and it has no adapter: load before context_parallel"
                 )
-            expected = expected_slots(model, config)
+            expected = expected_tensors(model, config)
             promised = []  # `expected` has them
             values = take_embeddings(model, expected, tensors)
-            check_embeddings(model, values, at)
+            check_embeddings(model, values, place_of)
             saved = match_saved(model, config)
             joined = stacks_of(model, config)
     except (ValueError, TypeError) as error:
@@ -283,12 +283,12 @@ def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Te
     for stack in stacks_of(model):
         stack.split(tensors)
     initial = split_initial(model, tensors)
-    found = {
+    adapters = {
         key.removeprefix(PREFIX).removesuffix(".weight"): tensor
         for key, tensor in tensors.items()
         if key.startswith(PREFIX) and key.endswith(ADAPTER_ENDS)
     }
-    return found | initial
+    return adapters | initial
 
 
 def _task_type(model: nn.Module) -> str | None:
@@ -330,18 +330,18 @@ def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: boo
 
     The old values are kept on the host and copied back if an exception occurs.
     """
-    own, at = adapter_tensors(model), places(model)
-    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in own.items()}
+    current, place_of = adapter_tensors(model), places(model)
+    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in current.items()}
     try:
         with _together(model):
-            for key, tensor in own.items():
-                tensor.copy_(_like(tensors[key], tensor, at.get(id(tensor))))
+            for key, tensor in current.items():
+                tensor.copy_(_like(tensors[key], tensor, place_of.get(id(tensor))))
     except BaseException:
-        for key, tensor in own.items():
+        for key, tensor in current.items():
             _local(tensor).copy_(before[key])
         raise
     if not is_trainable:
-        for tensor in own.values():
+        for tensor in current.values():
             tensor.requires_grad_(False)
         model.eval()
 
@@ -360,15 +360,15 @@ def _whole(tensor: Tensor, place: Place | None) -> Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
-def _like(value: Tensor, own: Tensor, place: Place | None) -> Tensor:
+def _like(value: Tensor, parameter: Tensor, place: Place | None) -> Tensor:
     if place is not None:
         return place.own(value)
-    if not is_sharded(own):
+    if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
-    return distribute_tensor(value.to(own.device, own.dtype), mesh, placements)
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(value.to(parameter.device, parameter.dtype), mesh, placements)
 
 
 def _report_now(model: nn.Module) -> LoRAReport:

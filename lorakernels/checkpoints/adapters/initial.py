@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.adapters.keys import PREFIX, Slot
+from lorakernels.checkpoints.adapters.keys import PREFIX, ExpectedTensor
 from lorakernels.config import clean_path
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
@@ -47,14 +47,14 @@ def join_initial(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             tensors[key] = torch.cat(both, _DIMS[part])
 
 
-def widen(model: nn.Module, slots: dict[str, Slot]) -> None:
-    """Double the rank of such layers in `slots`."""
+def widen(model: nn.Module, expected: dict[str, ExpectedTensor]) -> None:
+    """Double the rank of such layers in `expected`."""
     for name in _initials(model):
         for part, dim in _DIMS.items():
             key = f"{PREFIX}{name}.{part}.weight"
-            shape = [*slots[key].shape]
+            shape = [*expected[key].shape]
             shape[dim] *= 2
-            slots[key] = slots[key]._replace(shape=tuple(shape))
+            expected[key] = expected[key]._replace(shape=tuple(shape))
 
 
 def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -62,21 +62,21 @@ def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
 
     A tensor of another shape stays as it is, for `check_keys` to name.
     """
-    found: dict[str, Tensor] = {}
+    initial: dict[str, Tensor] = {}
     for name, layer in _initials(model).items():
         for part, dim in _DIMS.items():
             key = f"{PREFIX}{name}.{part}.weight"
             both = tensors.get(key)
             if both is None or both.dim() != 2 or both.shape[dim] != 2 * layer.r:
                 continue
-            own, first = both.split(layer.r, dim)
-            tensors[key] = own.contiguous()
-            found[f"{name}.{part}_init"] = first.contiguous() if part == "lora_A" else -first
-    return found
+            factor, first = both.split(layer.r, dim)
+            tensors[key] = factor.contiguous()
+            initial[f"{name}.{part}_init"] = first.contiguous() if part == "lora_A" else -first
+    return initial
 
 
 def differing(model: nn.Module, initial: Mapping[str, Tensor]) -> list[str]:
-    """The names of `split_initial` whose values are not those of `model`, in the dtype of the model's."""
+    """The names in `initial` (from `split_initial`) whose values differ from the model's, compared in its dtype."""
     named = {clean_path(name): value for name, value in model.named_buffers()}
     return [
         name
@@ -98,9 +98,9 @@ def check_initial_values(model: nn.Module, initial: Mapping[str, Tensor], folder
 
 
 def _negated(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    found = {}
+    negated = {}
     for name, layer in _initials(model).items():
         initial = initial_of(layer)
         assert initial is not None
-        found[name] = {"lora_A": initial[0], "lora_B": -initial[1]}
-    return found
+        negated[name] = {"lora_A": initial[0], "lora_B": -initial[1]}
+    return negated

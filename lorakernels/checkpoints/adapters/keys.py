@@ -37,7 +37,7 @@ _VALUES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST_FIRST = ("all", "lora_only", "none")
 
 
-class Slot(NamedTuple):
+class ExpectedTensor(NamedTuple):
     """The shape and dtype that the model expects of one tensor of the file."""
 
     shape: tuple[int, ...]
@@ -50,19 +50,19 @@ def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tens
     `bias` says which biases are among them, as in LoRAConfig; None reads it from the layers.
     Each expert's adapter has a key of its own, `….gate_up_proj.3`; `stacks_of` says how a file joins them.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     layers = lora_modules(model)
     bias = bias or bias_mode(layers.values())
     for name, layer in layers.items():
         key = PREFIX + clean_path(name)
-        found[f"{key}.lora_A.weight"] = layer.lora_A
-        found[f"{key}.lora_B.weight"] = layer.lora_B
+        tensors[f"{key}.lora_A.weight"] = layer.lora_A
+        tensors[f"{key}.lora_B.weight"] = layer.lora_B
         if isinstance(layer, DoRALinear):
-            found[f"{key}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+            tensors[f"{key}.lora_magnitude_vector"] = layer.lora_magnitude_vector
         if bias != "none" and layer.bias is not None:
-            found[f"{key}.base_layer.bias"] = layer.bias
+            tensors[f"{key}.base_layer.bias"] = layer.bias
     for name, module in saved_modules(model).items():
-        found.update(
+        tensors.update(
             (PREFIX + clean_path(f"{name}.{key}"), value)
             for key, value in module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
@@ -71,12 +71,12 @@ def adapter_tensors(model: nn.Module, bias: str | None = None) -> dict[str, Tens
         below = {f"{name}.bias" for name in layers}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                found.setdefault(PREFIX + clean_path(name), parameter)
-    return found
+                tensors.setdefault(PREFIX + clean_path(name), parameter)
+    return tensors
 
 
 def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]:
-    """How PEFT's file holds the adapters of experts: of LoRAExperts, or of those that `config` will adapt."""
+    """How PEFT's file holds the adapters of experts: of LoRAExperts, or of experts that `config` will adapt."""
     if config is None:
         experts = experts_of(model, lambda layer: isinstance(layer, LoRALinear))
     else:
@@ -87,55 +87,57 @@ def stacks_of(model: nn.Module, config: LoRAConfig | None = None) -> list[Stack]
 
 def bias_mode(layers: Iterable[LoRALinear]) -> str:
     """The widest `bias` of the layers' configs. With it a file has room for every bias that any layer trains."""
-    found = {layer.config.bias for layer in layers}
-    return next((bias for bias in _WIDEST_FIRST if bias in found), "none")
+    modes = {layer.config.bias for layer in layers}
+    return next((bias for bias in _WIDEST_FIRST if bias in modes), "none")
 
 
-def slots(tensors: Mapping[str, Tensor]) -> dict[str, Slot]:
-    return {key: Slot(tuple(value.shape), value.dtype) for key, value in tensors.items()}
+def as_expected(tensors: Mapping[str, Tensor]) -> dict[str, ExpectedTensor]:
+    return {key: ExpectedTensor(tuple(value.shape), value.dtype) for key, value in tensors.items()}
 
 
-def expected_slots(model: nn.Module, config: LoRAConfig) -> dict[str, Slot]:
+def expected_tensors(model: nn.Module, config: LoRAConfig) -> dict[str, ExpectedTensor]:
     """The keys, shapes and dtypes that `adapter_tensors` will have once `config` is applied to `model`."""
-    found: dict[str, Slot] = {}
+    expected: dict[str, ExpectedTensor] = {}
     for path, (experts, n, k) in named_parameters(model, config).items():
         r = config.rank_for(f"{path}.0")
         for number in range(experts):
             key = f"{PREFIX}{clean_path(path)}.{number}"
-            found[f"{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-            found[f"{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+            expected[f"{key}.lora_A.weight"] = ExpectedTensor((r, k), torch.float32)
+            expected[f"{key}.lora_B.weight"] = ExpectedTensor((n, r), torch.float32)
     only_experts = config.target_parameters and not config.target_modules
     paths = [] if only_experts else match_targets(model, config)
     for path in paths:
         module, r, key = model.get_submodule(path), config.rank_for(path), clean_path(path)
         n, k = int(module.out_features), int(module.in_features)  # type: ignore[arg-type]
-        found[f"{PREFIX}{key}.lora_A.weight"] = Slot((r, k), torch.float32)
-        found[f"{PREFIX}{key}.lora_B.weight"] = Slot((n, r), torch.float32)
+        expected[f"{PREFIX}{key}.lora_A.weight"] = ExpectedTensor((r, k), torch.float32)
+        expected[f"{PREFIX}{key}.lora_B.weight"] = ExpectedTensor((n, r), torch.float32)
         if config.use_dora:
-            found[f"{PREFIX}{key}.lora_magnitude_vector"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.lora_magnitude_vector"] = ExpectedTensor((n,), torch.float32)
         if config.bias != "none" and module.bias is not None:
-            found[f"{PREFIX}{key}.base_layer.bias"] = Slot((n,), torch.float32)
+            expected[f"{PREFIX}{key}.base_layer.bias"] = ExpectedTensor((n,), torch.float32)
     for path in match_saved(model, config):
-        held = slots(model.get_submodule(path).state_dict())
-        found.update((PREFIX + clean_path(f"{path}.{key}"), slot) for key, slot in held.items())
+        held = as_expected(model.get_submodule(path).state_dict())
+        expected.update(
+            (PREFIX + clean_path(f"{path}.{key}"), entry) for key, entry in held.items()
+        )
     if config.bias == "all":
         below = {f"{path}.bias" for path in paths}
         for name, parameter in model.named_parameters():
             if name not in below and name.rpartition(".")[2] == "bias":
-                slot = Slot(tuple(parameter.shape), parameter.dtype)
-                found.setdefault(PREFIX + clean_path(name), slot)
-    return found
+                entry = ExpectedTensor(tuple(parameter.shape), parameter.dtype)
+                expected.setdefault(PREFIX + clean_path(name), entry)
+    return expected
 
 
 def keys_of(model: nn.Module, config: LoRAConfig) -> list[str]:
     """The keys that a file with `config` has for the adapted layers of `model`, whatever their own config says."""
-    found = list(adapter_tensors(model, config.bias))
+    keys = list(adapter_tensors(model, config.bias))
     if not config.use_dora:
-        return found
+        return keys
     magnitudes = [
         f"{PREFIX}{clean_path(name)}.lora_magnitude_vector" for name in lora_modules(model)
     ]
-    return [*found, *(key for key in magnitudes if key not in found)]
+    return [*keys, *(key for key in magnitudes if key not in keys)]
 
 
 def check_complete(
@@ -148,8 +150,10 @@ def check_complete(
         raise ValueError("\n".join([f"{file} has not what its config says, {says}:", *lines]))
 
 
-def check_keys(file: Path, expected: Mapping[str, Slot], tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError, listing every misfit, if `tensors` of `file` do not fit the slots `expected`.
+def check_keys(
+    file: Path, expected: Mapping[str, ExpectedTensor], tensors: dict[str, Tensor]
+) -> None:
+    """Raise ValueError, listing every misfit, if `tensors` of `file` do not fit `expected`.
 
     Misfits are missing and unexpected keys, other shapes, other dtypes, and inf or NaN in an adapter.
     """

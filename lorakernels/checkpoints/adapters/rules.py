@@ -83,11 +83,11 @@ def warn_of_peft(
         )
 
 
-def _one_for_all(name: str, found: list[Any], kept: Any) -> Any:
+def _one_for_all(name: str, values: list[Any], kept: Any) -> Any:
     """`kept`. Warns if the layers differ in `name`, because the file has room for one value only."""
-    if len(set(found)) > 1:
+    if len(set(values)) > 1:
         warnings.warn(
-            f"the layers differ in {name}: {sorted(set(found))}. An adapter file has one value, {kept!r} is saved. "
+            f"the layers differ in {name}: {sorted(set(values))}. An adapter file has one value, {kept!r} is saved. "
             "What a loaded adapter computes is the same; if it is trained on, it is with that value",
             stacklevel=4,
         )
@@ -95,18 +95,18 @@ def _one_for_all(name: str, found: list[Any], kept: Any) -> Any:
 
 
 def _target_rules(
-    model: nn.Module, layers: Mapping[str, LoRALinear], given: LoRAConfig
+    model: nn.Module, layers: Mapping[str, LoRALinear], config: LoRAConfig
 ) -> LoRAConfig:
     """The shortest rules that choose exactly `layers`.
 
-    The candidates are the `given` rules, ends of paths, whole paths, and one regular expression.
+    The candidates are the rules of `config`, ends of paths, whole paths, and one regular expression.
     """
     paths = list(dict.fromkeys(clean_path(name) for name, _ in model.named_modules() if name))
-    plain = replace(given, exclude_modules=None, layers_to_transform=None, layers_pattern=None)
+    plain = replace(config, exclude_modules=None, layers_to_transform=None, layers_pattern=None)
     short = _short_names(layers, set(paths) - layers.keys())
-    candidates = [given, replace(plain, target_modules=list(short))]
-    names = given.target_modules
-    if given.layers_to_transform is None and isinstance(names, tuple) and len(short) < len(names):
+    candidates = [config, replace(plain, target_modules=list(short))]
+    names = config.target_modules
+    if config.layers_to_transform is None and isinstance(names, tuple) and len(short) < len(names):
         candidates.reverse()
     candidates.append(replace(plain, target_modules=list(layers)))
     candidates.append(replace(plain, target_modules="|".join(map(re.escape, layers))))
@@ -114,7 +114,7 @@ def _target_rules(
         if choose(rules, paths) == list(layers):
             return rules
     raise ValueError(
-        f"modules_to_save={list(given.modules_to_save or ())!r} would keep an adapter file from choosing all of "
+        f"modules_to_save={list(config.modules_to_save or ())!r} would keep an adapter file from choosing all of "
         f"{list(layers)[:3]!r} …: a layer that is adapted is also inside a module with a saved one's name"
     )
 
@@ -126,12 +126,12 @@ def _short_names(wanted: Iterable[str], others: Iterable[str]) -> dict[str, bool
     A path without such an end appears whole, as {path: False}.
     """
     taken = {name for path in others for name in (path, *tails(path))}
-    found: dict[str, bool] = {}
+    names: dict[str, bool] = {}
     for path in wanted:
         free = (tail for tail in tails(path) if not re.search(r"(^|\.)\d+(\.|$)", tail))
         tail = next((tail for tail in free if tail not in taken), None)
-        found[tail or path] = tail is not None or found.get(path, False)
-    return found
+        names[tail or path] = tail is not None or names.get(path, False)
+    return names
 
 
 def _saved_names(model: nn.Module, configs: list[LoRAConfig]) -> tuple[str, ...] | None:
@@ -142,8 +142,8 @@ def _saved_names(model: nn.Module, configs: list[LoRAConfig]) -> tuple[str, ...]
     named = tuple(dict.fromkeys(name for c in configs for name in c.modules_to_save or ()))
     everything = {clean_path(p): m for p, m in model.named_modules(remove_duplicate=False) if p}
     for names in (named, tuple(saved)):
-        found = {id(m) for path, m in everything.items() if names and path.endswith(names)}
-        if found == {id(module) for module in saved.values()}:
+        chosen = {id(m) for path, m in everything.items() if names and path.endswith(names)}
+        if chosen == {id(module) for module in saved.values()}:
             return names
     raise ValueError(
         f"no modules_to_save chooses exactly {list(saved)!r}: other modules end with these paths"
@@ -219,11 +219,11 @@ def _whole(alpha: int | float) -> int | float:
 
 def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """Keys for the paths whose value is not `default`. Two keys that match the same path have the same value."""
-    found: dict[str, Any] = {}
+    patterns: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):
         if value == default:
             continue
         mine = [path for path, other in values.items() if other == value]
         for name, is_tail in _short_names(mine, values.keys() - set(mine)).items():
-            found[re.escape(name) if is_tail else f"^{re.escape(name)}"] = value
-    return found
+            patterns[re.escape(name) if is_tail else f"^{re.escape(name)}"] = value
+    return patterns

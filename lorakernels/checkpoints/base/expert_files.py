@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.base.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.shards import TensorInfo, TensorSource
 from lorakernels.modules.experts.classes import STACKED
 from lorakernels.modules.experts.layer import LoRAExperts, stacked_experts, unstack_owner
 
@@ -38,7 +38,7 @@ _LAYER = {
 _PARTS = {"gate_up_proj": 2, "down_proj": 1}
 
 
-def with_experts(source: Source, model: nn.Module, block: tuple[int, ...]) -> Source:
+def with_experts(source: TensorSource, model: nn.Module, block: tuple[int, ...]) -> TensorSource:
     """`source` by the names of `model`, whose experts become LoRAExperts where the files have them one by one.
 
     Args:
@@ -73,7 +73,7 @@ class ExpertPart(NamedTuple):
 
     Attributes:
         layer: ….mlp.experts.gate_up_proj.3
-        place, parts: it is the place-th of as many equal parts, one below the other.
+        place, parts: it is part `place` of `parts` equal ones, one below the other.
     """
 
     layer: str
@@ -82,21 +82,21 @@ class ExpertPart(NamedTuple):
 
 
 def expert_parts(names: Iterable[str]) -> dict[str, ExpertPart]:
-    """{name of a weight in the files: its part}, of those that are of one expert."""
-    found = {}
+    """{name in the files: its part} of the weights that belong to one expert."""
+    parts = {}
     for name in names:
         match = _PART.fullmatch(name)
         if match and match["end"] == "weight":
             layer, place = _LAYER[match["part"]]
             path = f"{match['owner']}mlp.experts.{layer}.{match['number']}"
-            found[name] = ExpertPart(path, place, _PARTS[layer])
-    return found
+            parts[name] = ExpertPart(path, place, _PARTS[layer])
+    return parts
 
 
 class _Experts:
-    """A Source that puts the parts of an expert's layer together."""
+    """A TensorSource that puts the parts of an expert's layer together."""
 
-    def __init__(self, source: Source, block: tuple[int, ...]) -> None:
+    def __init__(self, source: TensorSource, block: tuple[int, ...]) -> None:
         self.source = source
         self._parts: dict[str, tuple[str, ...]] = {}
         self._blocks: dict[
@@ -104,22 +104,22 @@ class _Experts:
         ] = {}  # of each part of a layer with one scale for each
         self._renamed: dict[str, str] = {}
         self._tensors: dict[str, TensorInfo] = {}
-        found: dict[str, dict[int, str]] = {}
+        joined: dict[str, dict[int, str]] = {}
         for name, info in source.tensors.items():
             if match := _PART.fullmatch(name):
-                layer, at = _LAYER[match["part"]]
+                layer, place = _LAYER[match["part"]]
                 path = f"{match['owner']}mlp.experts.{layer}.{match['number']}.{match['end']}"
-                found.setdefault(path, {})[at] = name
+                joined.setdefault(path, {})[place] = name
             else:
                 router = _ROUTER.fullmatch(name)
                 shown = f"{router[1]}mlp.gate.weight" if router else name
                 self._renamed[shown] = name
                 self._tensors[shown] = info
-        for path, parts in found.items():
+        for path, parts in joined.items():
             self._join(path, parts, block)
 
     def _join(self, path: str, parts: Mapping[int, str], block: tuple[int, ...]) -> None:
-        names = tuple(parts[at] for at in sorted(parts))
+        names = tuple(parts[place] for place in sorted(parts))
         infos = [self.source.tensors[name] for name in names]
         expected = _PARTS[path.split(".")[-3]]
         alike = len({(info.shape, info.dtype) for info in infos}) == 1

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lorakernels.checkpoints.base.format import of_input
-from lorakernels.checkpoints.base.shards import Read, Source
+from lorakernels.checkpoints.base.shards import Read, TensorSource
 
 _SCALE = "_scale_inv"
 # Old checkpoints store these tensors for each layer. Models compute them.
@@ -135,10 +135,10 @@ def _refuse(model: Any, strays: Collection[str]) -> None:
 
 
 def left_out(model: Any, config: Any, names: Iterable[str]) -> list[str]:
-    """Those of `names` that `model` may leave out, as transformers does.
+    """The `names` that `model` may leave out, as transformers does.
 
-    These are what models compute, what the model's class ignores by its own list, and, if the model is the text part
-    of a larger one, whole modules of the other parts.
+    These are tensors that models compute themselves, and tensors that the model's class ignores by its own list. If the
+    model is the text part of a larger one, modules of the other parts may be left out, too.
 
     Args:
         model: the model that is filled.
@@ -164,7 +164,7 @@ def _top_modules(model: Any) -> set[str]:
 
 
 class Renamed:
-    """A Source whose tensors have other names.
+    """A TensorSource whose tensors have other names.
 
     Args:
         source: the tensors.
@@ -178,7 +178,7 @@ class Renamed:
         ValueError: two tensors have one name.
     """
 
-    def __init__(self, source: Source, names: Mapping[str, str]) -> None:
+    def __init__(self, source: TensorSource, names: Mapping[str, str]) -> None:
         self._source, self.original = source, self.check(names)
         self.tensors = {shown: source.tensors[name] for shown, name in self.original.items()}
 

@@ -13,7 +13,7 @@ from lorakernels.checkpoints.base.shards import Directory
 
 
 class BaseFiles:
-    """The directory of a base, of which configs and headers are read, and no value.
+    """The directory of a base. Only configs and headers are read, no values.
 
     Attributes:
         fp8: whether weights are in block FP8. Otherwise all are plain.
@@ -38,8 +38,8 @@ class BaseFiles:
         undeclare(config)
         if self.fp8:
             check_whole_blocks(self._tensors, self._format.block)
-            asked = {"quant_method": "fp8", "weight_block_size": list(self._format.block)}
-            config.quantization_config = self._format.quantization_config or asked
+            declared = {"quant_method": "fp8", "weight_block_size": list(self._format.block)}
+            config.quantization_config = self._format.quantization_config or declared
 
     def left_out(self, model: Any, config: Any, unexpected: Collection[str]) -> list[str]:
         """The tensors that transformers has left out by its own lists.

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source, TensorInfo
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, TensorInfo, TensorSource
 
 E4M3 = "F8_E4M3"
 BLOCK = (128, 128)
@@ -93,18 +93,18 @@ def format_of(
         if method != "fp8":
             title = _TITLES.get(method, f"the format {method!r}" if method else "an unnamed format")
             raise ValueError(_refusal(f"{where} says", title))
-    asked = next((quantization for _, quantization in declared), None)
-    block = tuple((asked or {}).get("weight_block_size") or BLOCK)
+    first_declared = next((quantization for _, quantization in declared), None)
+    block = tuple((first_declared or {}).get("weight_block_size") or BLOCK)
     _check_names(tensors)
     for name, info in tensors.items():
         _check_tensor(name, info, tensors)
         if name.endswith(_SCALE):
             _check_scale(name, tensors, block)
     fp8 = any(info.dtype == E4M3 for info in tensors.values())
-    return BaseFormat(block, fp8, asked)
+    return BaseFormat(block, fp8, first_declared)
 
 
-def take_format(files: Source, config: Any) -> BaseFormat:
+def take_format(files: TensorSource, config: Any) -> BaseFormat:
     """`format_of`, after which `config` does not call the model quantized: ours holds FP8 in its own way."""
     folder = files.path if isinstance(files, Directory) else None
     stored = format_of(files.tensors, config, folder)
@@ -184,7 +184,7 @@ def of_input(name: str, tensors: Collection[str]) -> bool:
 
 
 def _parts(config: Any) -> Iterator[dict[str, Any]]:
-    """The dict of `config`, and those of all configs inside it."""
+    """The dicts of `config` and of all configs inside it."""
     values = config if isinstance(config, dict) else vars(config)
     yield values
     for name, part in values.items():
@@ -196,10 +196,13 @@ def _declared(config: Any, folder: Path | None) -> Iterator[tuple[str, dict[str,
     """(what says so, the quantization) of each that the configs declare."""
     for where, whole in _configs(config, folder).items():
         for part, key in itertools.product(_parts(whole), _KEYS):
-            if asked := part.get(key):
-                if not isinstance(asked, dict) and not hasattr(asked, "to_dict"):
-                    raise ValueError(f"{key} of {where} must be an object, found {asked!r}")
-                yield f"{key} of {where}", asked if isinstance(asked, dict) else asked.to_dict()
+            if quantization := part.get(key):
+                if not isinstance(quantization, dict) and not hasattr(quantization, "to_dict"):
+                    raise ValueError(f"{key} of {where} must be an object, found {quantization!r}")
+                yield (
+                    f"{key} of {where}",
+                    quantization if isinstance(quantization, dict) else quantization.to_dict(),
+                )
     if folder is not None and (path := folder / MODELOPT).is_file():
         content = _json(path)
         quantization = content.get("quantization") or content
@@ -208,7 +211,7 @@ def _declared(config: Any, folder: Path | None) -> Iterator[tuple[str, dict[str,
 
 
 def _configs(config: Any, folder: Path | None) -> dict[str, Any]:
-    """{where it is: a config}, config.json first: it lies beside the weights."""
+    """{path: config} of the configs in the folder, config.json first."""
     configs = {"the model's config": config}
     if folder is not None and (path := folder / "config.json").is_file():
         configs = {str(path): _json(path), **configs}

@@ -36,7 +36,7 @@ class TensorInfo:
         return count
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """The tensors that `load_quantized` reads: a table, and shards that are opened one after the other."""
 
     @property
@@ -169,7 +169,7 @@ def reader(file: Any) -> Read:
     """Reads tensors of an open safetensors file, whole or the part that slices of its dimensions say."""
 
     def read(name: str, part: tuple[slice, ...] | None = None) -> Tensor:
-        found: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
-        return found
+        tensor: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part]
+        return tensor
 
     return read

@@ -54,9 +54,9 @@ def build(config: Any, model_class: Any, dtype: torch.dtype, attention: str | No
     make = model_class or causal_lm(config, "give load_quantized a model_class")
     build = make.from_config if hasattr(make, "from_config") else make._from_config
     random = torch.get_rng_state()
-    asked = {} if attention is None else {"attn_implementation": attention}
+    options = {} if attention is None else {"attn_implementation": attention}
     with _LargeOnMeta():
-        model = build(config, dtype=dtype, **asked)
+        model = build(config, dtype=dtype, **options)
     torch.set_rng_state(random)
     _keep_in_fp32(model, dtype)
     return model.eval()

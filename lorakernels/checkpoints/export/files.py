@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files beside the weights of a merged model: config.json, written anew, and small files, which are copied."""
+"""The other files of a merged model than its weights: a new config.json, and copies of small files."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _NOT_SMALL_FILES = ("adapter_config.json", "config.json")
 def copy_files(model: Path, adapter: Path, folder: Path) -> None:
     """Copy the tokenizer, templates, generation config, licence and other small files of `model` to `folder`.
 
-    If the adapter's directory holds a tokenizer, as trainers write it, its files replace those of the model.
+    If the adapter's directory holds a tokenizer, as trainers write it, that one is copied instead of the model's.
     """
-    own = [path for path in _small(adapter) if path.name.startswith(_TOKENIZER)]
-    has_own = any(path.name.startswith("tokenizer") for path in own)
+    tokenizer = [path for path in _small(adapter) if path.name.startswith(_TOKENIZER)]
+    has_own = any(path.name.startswith("tokenizer") for path in tokenizer)
     for path in _small(model):
         if not (has_own and path.name.startswith(_TOKENIZER)):
             shutil.copyfile(path, folder / path.name)
-    for path in own if has_own else []:
+    for path in tokenizer if has_own else []:
         shutil.copyfile(path, folder / path.name)
     templates = (adapter if has_own else model) / _TEMPLATES
     if templates.is_dir():

@@ -25,10 +25,16 @@ from torch import Tensor
 
 from lorakernels.checkpoints.base.file_names import Renamed, check_places, names_in_model
 from lorakernels.checkpoints.base.format import take_format
-from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, Source
+from lorakernels.checkpoints.base.shards import INDEX, SINGLE, Directory, TensorSource
 from lorakernels.checkpoints.base.skeleton import causal_lm, config_of
 from lorakernels.checkpoints.export.files import copy_files, write_config
-from lorakernels.checkpoints.export.plan import Adapter, MergePlan, Out, plan_merge, read_adapter
+from lorakernels.checkpoints.export.plan import (
+    AdapterChanges,
+    MergePlan,
+    Out,
+    plan_merge,
+    read_adapter,
+)
 from lorakernels.checkpoints.export.writer import (
     DTYPES,
     ShardWriter,
@@ -47,7 +53,7 @@ _SPARE = 1 << 24  # bytes to leave free for configs, tokenizer and the file syst
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_model` wrote.
+    """The result of `export_model`.
 
     Attributes:
         path: the directory of the merged model.
@@ -101,16 +107,16 @@ def export_model(
     base, source, target = (Path(p).expanduser().resolve() for p in (model, adapter, output))
     _check_places(target, {"model": base, "adapter": source})
     skeleton, files, block = _opened(base)
-    found = read_adapter(skeleton, source, files)
-    plan = plan_merge(skeleton, files, found, block, format == "fp8")
+    changes = read_adapter(skeleton, source, files)
+    plan = plan_merge(skeleton, files, changes, block, format == "fp8")
     recover(target)
     _check_target(target, overwrite)
     _check_space(target, plan.bytes)
     with new_directory(target) as folder:
-        names = _Merge(files, plan, found, progress).write(folder)
+        names = _Merge(files, plan, changes, progress).write(folder)
         copy_files(base, source, folder)
         write_config(base, folder, plan if format == "fp8" else None, plan.untied)
-    return Exported(target, format, names, plan.bytes, len(found.deltas), tuple(plan.plain))
+    return Exported(target, format, names, plan.bytes, len(changes.deltas), tuple(plan.plain))
 
 
 def check_export(
@@ -124,7 +130,7 @@ def check_export(
         ValueError, FileNotFoundError: as `export_model`.
     """
     skeleton, files, block = _opened(Path(model))
-    plan = plan_merge(skeleton, files, Adapter({}, {}), block, format == "fp8")
+    plan = plan_merge(skeleton, files, AdapterChanges({}, {}), block, format == "fp8")
     _check_target(Path(output), overwrite=True)
     return plan.bytes
 
@@ -138,7 +144,7 @@ class _Opened(NamedTuple):
 
 
 def _opened(base: Path) -> _Opened:
-    """Read configs and headers, and refuse what is not read here."""
+    """Read configs and headers, and refuse formats that are not supported."""
     files, config = Directory(base), config_of(base, None)
     block = take_format(files, config).block
     make = causal_lm(config, "merge_and_unload merges the adapter into a model in memory")
@@ -197,9 +203,9 @@ class _Merge:
 
     def __init__(
         self,
-        files: Source,
+        files: TensorSource,
         plan: MergePlan,
-        adapter: Adapter,
+        adapter: AdapterChanges,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self.files, self.plan, self.adapter, self.progress = files, plan, adapter, progress

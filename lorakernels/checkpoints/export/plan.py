@@ -26,7 +26,7 @@ from lorakernels.checkpoints.adapters.embeddings import (
 )
 from lorakernels.checkpoints.adapters.keys import (
     check_keys,
-    expected_slots,
+    expected_tensors,
     stacks_of,
     without_peft_copies,
 )
@@ -39,7 +39,7 @@ from lorakernels.checkpoints.adapters.peft_format import (
 from lorakernels.checkpoints.base.expert_files import ExpertPart, expert_parts
 from lorakernels.checkpoints.base.file_names import Renamed
 from lorakernels.checkpoints.base.format import E4M3
-from lorakernels.checkpoints.base.shards import Source, TensorInfo
+from lorakernels.checkpoints.base.shards import TensorInfo, TensorSource
 from lorakernels.checkpoints.loading.plan import holders_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.experts.layer import named_parameters
@@ -52,7 +52,7 @@ _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterChanges:
     """The values of an adapter file, sorted by what they do to the base.
 
     Attributes:
@@ -96,11 +96,11 @@ class Out:
     @property
     def layout(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         name, scale_name = self.written
-        found = {name: (self.dtype, self.shape, self._bytes(self.shape, self.dtype))}
+        layout = {name: (self.dtype, self.shape, self._bytes(self.shape, self.dtype))}
         if self.block:
             scales = tuple(-(-n // b) for n, b in zip(self.shape, self.block, strict=True))
-            found[scale_name] = ("F32", scales, self._bytes(scales, "F32"))
-        return found
+            layout[scale_name] = ("F32", scales, self._bytes(scales, "F32"))
+        return layout
 
     def _bytes(self, shape: tuple[int, ...], dtype: str) -> int:
         return TensorInfo("", shape, dtype).bytes
@@ -131,10 +131,10 @@ class MergePlan:
         return sum(size for out in self.outs for _, _, size in out.layout.values())
 
 
-def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
+def read_adapter(model: nn.Module, folder: Path, files: TensorSource) -> AdapterChanges:
     """Read the adapter in `folder` and check that it fits `model`, which may be on the meta device.
 
-    Adapters of experts are those of the tensors that `files`, the base, have of each expert.
+    An expert's adapter is split like its tensors in `files`, the base.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -147,18 +147,18 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
         )
     tensors = read_weights(folder)
     try:
-        slots, saved = expected_slots(model, config), match_saved(model, config)
+        expected, saved = expected_tensors(model, config), match_saved(model, config)
         stacks, experts = stacks_of(model, config), named_parameters(model, config)
         only_experts = config.target_parameters and not config.target_modules
         paths = [] if only_experts else match_targets(model, config)
-        embeddings = take_embeddings(model, slots, tensors)
+        embeddings = take_embeddings(model, expected, tensors)
         check_embeddings(model, embeddings, {})
     except (ValueError, TypeError) as error:
         raise ValueError(f"the adapter in {folder} does not fit this model: {error}") from error
     tensors = without_peft_copies(tensors, saved)
     for stack in stacks:
         stack.split(tensors)
-    check_keys(folder / WEIGHTS_NAME, slots, tensors)
+    check_keys(folder / WEIGHTS_NAME, expected, tensors)
     deltas = {}
     for path in paths:
         lora_A, lora_B = (
@@ -170,14 +170,14 @@ def read_adapter(model: nn.Module, folder: Path, files: Source) -> Adapter:
     biases = {f"{path}.base_layer.bias": f"{path}.bias" for path in paths}
     names = {key: key.removeprefix(_PREFIX) for key in tensors}
     values = {biases.get(name, name): tensors[key] for key, name in names.items()}
-    return Adapter(deltas, values | _changed(model, embeddings, files))
+    return AdapterChanges(deltas, values | _changed(model, embeddings, files))
 
 
 def _changed(
-    model: nn.Module, embeddings: Mapping[str, Tensor], files: Source
+    model: nn.Module, embeddings: Mapping[str, Tensor], files: TensorSource
 ) -> dict[str, Tensor]:
-    """Those of the adapter file's `embeddings` that are not the base's in `files`, under all names of tied ones."""
-    found: dict[str, Tensor] = {}
+    """The adapter file's `embeddings` that differ from the base in `files`; a tied one under each of its names."""
+    changed: dict[str, Tensor] = {}
     holders = holders_of(model)
     for name, value in embeddings.items():
         names = holders.get(name, [name])
@@ -188,26 +188,28 @@ def _changed(
             if same:
                 break
         else:
-            found |= dict.fromkeys(names, value)
-    return found
+            changed |= dict.fromkeys(names, value)
+    return changed
 
 
 def _of_experts(
-    config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: Source
+    config: LoRAConfig, experts: Mapping[str, Any], tensors: dict[str, Tensor], files: TensorSource
 ) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Deltas of the files' tensors of each expert, whose adapters are taken out of `tensors`.
+    """The deltas of each expert's tensors in `files`. Removes the experts' adapters from `tensors`.
 
     Raises:
         ValueError: the files hold the experts of a layer in one tensor.
     """
-    found: dict[str, tuple[Tensor, Tensor, float]] = {}
+    deltas: dict[str, tuple[Tensor, Tensor, float]] = {}
     by_layer: dict[str, list[tuple[str, ExpertPart]]] = {}
     for name, part in expert_parts(files.tensors).items():
         by_layer.setdefault(part.layer, []).append((name, part))
     for path, (number, *_) in experts.items():
         for expert in range(number):
             layer = f"{path}.{expert}"
-            lora_A, lora_B = (tensors.pop(f"{_PREFIX}{layer}.lora_{each}.weight") for each in "AB")
+            lora_A, lora_B = (
+                tensors.pop(f"{_PREFIX}{layer}.lora_{factor}.weight") for factor in "AB"
+            )
             if layer not in by_layer:
                 raise ValueError(
                     f"the adapter changes {layer}, and the base does not hold a tensor for each projection of each "
@@ -215,26 +217,27 @@ def _of_experts(
                 )
             for name, part in by_layer[layer]:
                 rows = lora_B.chunk(part.parts)[part.place]
-                found[name.removesuffix(".weight")] = (lora_A, rows, config.scaling_for(layer))
-    return found
+                deltas[name.removesuffix(".weight")] = (lora_A, rows, config.scaling_for(layer))
+    return deltas
 
 
 def plan_merge(
-    model: nn.Module, files: Renamed, adapter: Adapter, block: tuple[int, ...], fp8: bool
+    model: nn.Module, files: Renamed, adapter: AdapterChanges, block: tuple[int, ...], fp8: bool
 ) -> MergePlan:
-    """Plan the merge of `adapter` into the base in `files`, whose names are those of `model`, the base's model. It may
-    be on the meta device.
+    """Plan the merge of `adapter` into the base in `files`, which use the names of `model`, the base's model.
+
+    `model` may be on the meta device.
 
     Raises:
         ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or holds FP8
             without scales. Also if `fp8` would change no layer.
     """
-    found = {k: i for k, i in files.tensors.items() if not _is_side(k)}
-    _check_scales(found, files)
-    _check_shapes(model, found)
-    names, untied = _names(model, found, adapter)
-    main = _main_dtype(model, found)
-    linear, plain = _fp8_linear(model, found, block) if fp8 else (set(), [])
+    infos = {k: i for k, i in files.tensors.items() if not _is_side(k)}
+    _check_scales(infos, files)
+    _check_shapes(model, infos)
+    names, untied = _names(model, infos, adapter)
+    main = _main_dtype(model, infos)
+    linear, plain = _fp8_linear(model, infos, block) if fp8 else (set(), [])
     if fp8 and not linear:
         raise ValueError(
             f'format "fp8": no linear layer of this model is made of whole {block[0]}×{block[1]} blocks; take "bf16"'
@@ -242,7 +245,7 @@ def plan_merge(
     changed = {f"{path}.weight" for path in adapter.deltas} | set(adapter.values)
     shards: dict[str, list[Out]] = {}
     for name, source in names.items():
-        info = found[source]
+        info = infos[source]
         out = Out(name, source, _dtype_of(name, info, adapter, main), info.shape)
         if name in linear:
             same = name not in changed and info.dtype == E4M3
@@ -258,29 +261,29 @@ def _is_side(name: str) -> bool:
     return name.endswith(("_scale_inv", ".activation_scale", ".input_scale"))
 
 
-def _check_scales(found: dict[str, TensorInfo], files: Source) -> None:
-    for name, info in found.items():
+def _check_scales(infos: dict[str, TensorInfo], files: TensorSource) -> None:
+    for name, info in infos.items():
         if info.dtype == E4M3 and f"{name}_scale_inv" not in files.tensors:
             raise ValueError(f"{name} is {E4M3} without {name}_scale_inv")
 
 
-def _check_shapes(model: nn.Module, found: dict[str, TensorInfo]) -> None:
-    for name, own in model.state_dict().items():
-        if name in found and found[name].shape != tuple(own.shape):
+def _check_shapes(model: nn.Module, infos: dict[str, TensorInfo]) -> None:
+    for name, parameter in model.state_dict().items():
+        if name in infos and infos[name].shape != tuple(parameter.shape):
             raise ValueError(
-                f"{name} is {list(found[name].shape)} in the base, {list(own.shape)} by its config.json"
+                f"{name} is {list(infos[name].shape)} in the base, {list(parameter.shape)} by its config.json"
             )
 
 
 def _names(
-    model: nn.Module, found: dict[str, TensorInfo], adapter: Adapter
+    model: nn.Module, infos: dict[str, TensorInfo], adapter: AdapterChanges
 ) -> tuple[dict[str, str], bool]:
     """({tensor to write: tensor of the base that it is made of}, whether tied tensors differ after the merge)."""
-    names, untied = {name: name for name in found}, False
+    names, untied = {name: name for name in infos}, False
     holders = holders_of(model)
     for name in (*(f"{path}.weight" for path in adapter.deltas), *adapter.values):
         group = holders.get(name, [name])
-        there = [other for other in group if other in found]
+        there = [other for other in group if other in infos]
         if not there:
             raise ValueError(f"the adapter changes {name}, which the base does not hold")
         untied = untied or len(group) > 1
@@ -289,16 +292,16 @@ def _names(
     return names, untied
 
 
-def _main_dtype(model: Any, found: dict[str, TensorInfo]) -> str:
+def _main_dtype(model: Any, infos: dict[str, TensorInfo]) -> str:
     """The dtype of the input embedding, or else of the first floating-point tensor."""
     embedding = model.get_input_embeddings()
     for path, module in model.named_modules():
-        if module is embedding and f"{path}.weight" in found:
-            return found[f"{path}.weight"].dtype
-    return next((i.dtype for i in found.values() if i.dtype in _FLOATS), "BF16")
+        if module is embedding and f"{path}.weight" in infos:
+            return infos[f"{path}.weight"].dtype
+    return next((i.dtype for i in infos.values() if i.dtype in _FLOATS), "BF16")
 
 
-def _dtype_of(name: str, info: TensorInfo, adapter: Adapter, main: str) -> str:
+def _dtype_of(name: str, info: TensorInfo, adapter: AdapterChanges, main: str) -> str:
     if info.dtype not in _FLOATS:
         return info.dtype
     merged = name.removesuffix(".weight") in adapter.deltas
@@ -311,7 +314,7 @@ def _blocks(info: TensorInfo, block: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _fp8_linear(
-    model: Any, found: dict[str, TensorInfo], block: tuple[int, ...]
+    model: Any, infos: dict[str, TensorInfo], block: tuple[int, ...]
 ) -> tuple[set[str], list[str]]:
     """(names of the weights to write in FP8, modules that transformers must not convert)."""
     head = model.get_output_embeddings()
@@ -320,7 +323,7 @@ def _fp8_linear(
         path
         for path, m in linear.items()
         if m is not head
-        and f"{path}.weight" in found
+        and f"{path}.weight" in infos
         and m.out_features % block[0] == 0
         and m.in_features % block[1] == 0
     }
@@ -330,6 +333,6 @@ def _fp8_linear(
             group = {f"{parent}.{other}" for other in packed} & set(linear)
             if name in packed and not group <= whole:
                 whole -= group
-    whole |= {p for p in linear if (i := found.get(f"{p}.weight")) is not None and i.dtype == E4M3}
+    whole |= {p for p in linear if (i := infos.get(f"{p}.weight")) is not None and i.dtype == E4M3}
     experts = [p for p, _ in model.named_modules() if p.endswith(".experts")]
     return {f"{path}.weight" for path in whole}, [*(p for p in linear if p not in whole), *experts]

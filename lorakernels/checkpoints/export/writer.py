@@ -49,10 +49,10 @@ class ShardWriter:
         self._file.truncate(self._start + end)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        at, size = self._places.pop(name)
+        start, size = self._places.pop(name)
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
         assert flat.numel() == size, f"{name}: {flat.numel()} bytes where {size} were announced"
-        self._file.seek(self._start + at)
+        self._file.seek(self._start + start)
         self._file.write(flat.numpy().data)
 
     def close(self) -> None:

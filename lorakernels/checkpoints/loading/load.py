@@ -33,12 +33,12 @@ from torch import Tensor, nn
 from lorakernels.checkpoints.base.expert_files import with_experts
 from lorakernels.checkpoints.base.file_names import Renamed, names_in_model
 from lorakernels.checkpoints.base.format import BLOCK, take_format
-from lorakernels.checkpoints.base.shards import Directory, Source
+from lorakernels.checkpoints.base.shards import Directory, TensorSource
 from lorakernels.checkpoints.base.skeleton import build, config_of, read_generation_config
-from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.sharded import ShardedWeights
-from lorakernels.checkpoints.loading.stages import OtherStages, Stages
-from lorakernels.checkpoints.loading.tensor import Split, TensorParts
+from lorakernels.checkpoints.loading.stages import OtherStages, StageMesh
+from lorakernels.checkpoints.loading.tensor import TensorParts, TensorSplit
 from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.experts.layer import LoRAExperts, restack
@@ -86,7 +86,7 @@ class Loaded:
 
 
 def load_quantized(
-    source: str | Path | Source,
+    source: str | Path | TensorSource,
     *,
     config: Any = None,
     model_class: Any = None,
@@ -110,7 +110,7 @@ def load_quantized(
     runs.
 
     Args:
-        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `Source` of
+        source: a directory with config.json, safetensors and perhaps generation_config.json, or a `TensorSource` of
             tensors.
         config: transformers config; None reads `source`/config.json.
         model_class: e.g. LlamaForCausalLM; None asks AutoModelForCausalLM.
@@ -135,24 +135,24 @@ def load_quantized(
         embeddings: split the embedding and the head over the ranks of `mesh`, too, as for `shard_base`. Each rank has
             them whole while it loads.
         stages: a DeviceMesh of one axis, such as `mesh["pp"]`, or (mesh["pp"], chunks). This rank then reads its part
-            of the model, as `pipeline_parallel` over the same mesh cuts it, and no weight of the others. Collective.
+            of the model, as `pipeline_parallel` over the same mesh cuts it, and no other weights. Collective.
             `fuse` and `pipeline_parallel` follow, and all ranks must draw the same adapters. Give `lora`.
         tp: a DeviceMesh of one axis, such as `mesh["tp"]`, or (mesh["tp"], plan). This rank then reads its part of each
-            weight that `parallelize` over the same mesh splits, and all of the others. Collective. Give `lora`. The
-            model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
+            weight that `parallelize` over the same mesh splits, and every other weight whole. Collective. Give `lora`.
+            The model runs as it is, with all rows on each rank. `fuse` may follow, and `parallelize` for rows and
             vocabulary; fused layers need it.
         vocabulary: with `tp`, read this rank's rows of the embedding and of the output head alone. Both must be plain
             and frozen. Call `parallelize` with `vocabulary=True`, too.
 
-    With `mesh`, `stages` or `tp`, what one rank raises, all raise; those that did not find it raise ValueError and name
-    the rank.
+    With `mesh`, `stages` or `tp`, an exception on one rank is raised on all. The other ranks raise a ValueError that
+    names the rank.
 
     Raises:
         FileNotFoundError: a file is missing.
         ValueError: checkpoint and model differ in their tensors or shapes, or a file is corrupted. Also if `lora`
-            starts from the 16-bit weight ("olora", "pissa"), which is never there. Also if a weight is
-            not finite, a scale is negative, or a kind of quantization is not known. Also if a BlockScaling is asked
-            of a checkpoint with blocks other than 128 × 128. Everything but the values is checked before the first
+            starts from the 16-bit weight ("olora", "pissa"), which is never loaded. Also if a weight is
+            not finite, a scale is negative, or a kind of quantization is not known. Also if the recipe is BlockScaling
+            and the checkpoint has blocks other than 128 × 128. Everything but the values is checked before the first
             value is read. With `tp`, a part that would end inside a block of a block-FP8 weight is such a case.
         ImportError: transformers is not installed.
     """
@@ -168,7 +168,7 @@ def load_quantized(
         )
     recipe = _recipe(lora, fp8)
     target = _device(device)
-    wanted, split = Stages.of(stages), Split.of(tp, vocabulary)
+    wanted, split = StageMesh.of(stages), TensorSplit.of(tp, vocabulary)
     group = _patient(mesh, wanted, split)
     together = nullcontext if group is None else partial(comm.together, group)
     with together():
@@ -179,7 +179,7 @@ def load_quantized(
         read_generation_config(model, source)
         files = with_experts(files, model, block)
         files = Renamed(files, names_in_model(model, files.tensors))
-        plan = Plan(model, files.tensors, lora, frozen, block, config)
+        plan = LoadPlan(model, files.tensors, lora, frozen, block, config)
         _check_layout(lora, mesh, offload, wanted or split)
         if embeddings and mesh is None:
             raise ValueError("embeddings=True needs a mesh, found None")
@@ -219,24 +219,27 @@ def load_quantized(
     return Loaded(model, report, state, *read, seconds, sharded, tuple(plan.left_out))
 
 
-def _patient(mesh: Any, stages: Stages | None, split: Split | None) -> Any:
+def _patient(mesh: Any, stages: StageMesh | None, split: TensorSplit | None) -> Any:
     """Collective: the group in which ranks wait for each other's reading; None for one process alone.
 
     Raises:
-        ValueError: both a pipeline's stages and split layers are asked for.
+        ValueError: both `stages` and `split` are given.
     """
     if stages is not None and split is not None:
         raise ValueError("tp does not go with stages yet: leave out one of them")
-    found = next((given.mesh for given in (stages, split) if given is not None), mesh)
-    check_mesh(found)
-    return None if found is None else comm.patient(found.get_group())
+    mesh = next((source.mesh for source in (stages, split) if source is not None), mesh)
+    check_mesh(mesh)
+    return None if mesh is None else comm.patient(mesh.get_group())
 
 
 def _check_layout(
-    lora: LoRAConfig | None, mesh: Any, offload: float | Offload, apart: Stages | Split | None
+    lora: LoRAConfig | None,
+    mesh: Any,
+    offload: float | Offload,
+    apart: StageMesh | TensorSplit | None,
 ) -> None:
     held = mesh is not None or as_offload(offload).fraction
-    name = "tp" if isinstance(apart, Split) else "stages"
+    name = "tp" if isinstance(apart, TensorSplit) else "stages"
     if apart is not None and held:
         then = "call shard_base after parallelize" if name == "tp" else "leave out mesh and offload"
         raise ValueError(
@@ -261,7 +264,7 @@ def _check_experts(model: nn.Module, apart: Any) -> None:
         )
 
 
-def _check_block(plan: Plan, recipe: Recipe) -> None:
+def _check_block(plan: LoadPlan, recipe: Recipe) -> None:
     if isinstance(recipe, BlockScaling) and plan.scales and plan.block != BLOCK:
         raise ValueError(
             f"the checkpoint's weight_block_size must be {BLOCK} under BlockScaling, found {plan.block}; "
@@ -288,7 +291,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 class _Places(NamedTuple):
-    """Where values go: on `device`, in `shards` if there are any, and not for `others`.
+    """The destination of values: on `device`, in `shards` if there are any, and not for `others`.
 
     `parts` says what of a tensor is read.
     """
@@ -305,8 +308,8 @@ class _Loader:
     def __init__(
         self,
         model: nn.Module,
-        files: Source,
-        plan: Plan,
+        files: TensorSource,
+        plan: LoadPlan,
         recipe: Recipe,
         places: _Places,
     ) -> None:
@@ -362,61 +365,63 @@ class _Loader:
     def _compare(self, name: str, tensor: Tensor) -> None:
         original = self.plan.copies[name]
         path, _, attribute = original.rpartition(".")
-        own = getattr(self.model.get_submodule(path), attribute)
+        original_tensor = getattr(self.model.get_submodule(path), attribute)
         if self.parts is not None and original in self.parts:
-            own = self.parts.kept(original)
-        if not torch.equal(tensor.to(self.device).to(own.dtype), own):
+            original_tensor = self.parts.kept(original)
+        if not torch.equal(tensor.to(self.device).to(original_tensor.dtype), original_tensor):
             raise ValueError(f"{name} differs from {original}, to which the model's config ties it")
 
     def _put(self, name: str, tensor: Tensor) -> None:
         path, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(path)
-        own = getattr(module, attribute)
+        current = getattr(module, attribute)
         tensor = tensor.to(self.device, copy=True)
         scales = self._scales.pop(name, None)
         fp8 = None if scales is None else FP8Weight(name, tensor, scales, self.plan.block)
         if attribute == "weight" and path in self._quantized:
-            self._put_quantized(path, module, own, tensor, fp8)
+            self._put_quantized(path, module, current, tensor, fp8)
             return
         if fp8 is not None:
             tensor = dequantize(fp8)
-        tensor = tensor.to(own.dtype) if own.is_floating_point() else tensor
+        tensor = tensor.to(current.dtype) if current.is_floating_point() else tensor
         if self.parts is not None and name in self.parts:
             tensor = self.parts.keep_plain(name, tensor)
-        self._put_plain(name, own, tensor)
+        self._put_plain(name, current, tensor)
 
     def _stand_in(self, name: str) -> None:
         """Put what stands for a tensor of another rank."""
         assert self.others is not None
         path, _, attribute = name.rpartition(".")
         module = self.model.get_submodule(path)
-        own = getattr(module, attribute)
+        current = getattr(module, attribute)
         if attribute == "weight" and path in self._quantized:
             spec = FrozenSpec(self.recipe, self.state, path)
-            weight = self.others.stand_ins.weight(own.shape, spec.blocks)
+            weight = self.others.stand_ins.weight(current.shape, spec.blocks)
             self._hold(path, module, weight, spec)
             return
-        self._put_plain(name, own, self.others.stand_ins.tensor(own))
+        self._put_plain(name, current, self.others.stand_ins.tensor(current))
 
-    def _put_plain(self, name: str, own: Tensor, value: Tensor) -> None:
-        if isinstance(own, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=own.requires_grad)
+    def _put_plain(self, name: str, current: Tensor, value: Tensor) -> None:
+        if isinstance(current, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=current.requires_grad)
         for holder in self.plan.holders[name]:
             owner, _, attribute = holder.rpartition(".")
             module = self.model.get_submodule(owner)
-            table: Any = module._parameters if isinstance(own, nn.Parameter) else module._buffers
+            table: Any = (
+                module._parameters if isinstance(current, nn.Parameter) else module._buffers
+            )
             table[attribute] = value
 
     def _put_quantized(
-        self, path: str, module: Any, own: Tensor, tensor: Tensor, fp8: FP8Weight | None
+        self, path: str, module: Any, current: Tensor, tensor: Tensor, fp8: FP8Weight | None
     ) -> None:
         """Replace the linear layer at `path` by a FrozenFP8Linear. Its bias may be loaded before or after."""
         spec = FrozenSpec(self.recipe, self.state, path)
         try:
             if self.parts is not None and f"{path}.weight" in self.parts:
-                weight = self.parts.keep(path, tensor, own.dtype, fp8)
+                weight = self.parts.keep(path, tensor, current.dtype, fp8)
             elif fp8 is None:
-                weight = Weight(*quantize_weight(tensor.to(own.dtype), spec.blocks))
+                weight = Weight(*quantize_weight(tensor.to(current.dtype), spec.blocks))
             else:
                 weight = held_weight(fp8, self.recipe)
         except comm.Told:

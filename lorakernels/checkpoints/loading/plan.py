@@ -21,7 +21,7 @@ from lorakernels.modules.model.frozen_targets import frozen_targets
 from lorakernels.modules.model.targets import match_saved, match_targets
 
 
-class Plan:
+class LoadPlan:
     """The place of each tensor of a checkpoint in a model, decided from headers alone.
 
     Attributes:
@@ -31,7 +31,7 @@ class Plan:
     def __init__(
         self,
         model: nn.Module,
-        found: dict[str, TensorInfo],
+        infos: dict[str, TensorInfo],
         lora: LoRAConfig | None,
         frozen: str,
         block: tuple[int, ...],
@@ -55,9 +55,9 @@ class Plan:
             and not any(path == name or path.startswith(f"{name}.") for name in saved)
         ]
         self.copies: dict[str, str] = {}
-        self.scales = {k for k in found if k.endswith(".weight_scale_inv")}
-        weights = {k: i for k, i in found.items() if k not in self.scales}
-        self.left_out = [k for k in weights if of_input(k, found)]
+        self.scales = {k for k in infos if k.endswith(".weight_scale_inv")}
+        weights = {k: i for k, i in infos.items() if k not in self.scales}
+        self.left_out = [k for k in weights if of_input(k, infos)]
         self.take = self._match(
             model, {k: i for k, i in weights.items() if k not in self.left_out}, config
         )
@@ -66,7 +66,7 @@ class Plan:
         self._check_shapes(model)
         self.elsewhere: list[str] = []
         self.parts: dict[str, tuple[slice, ...]] = {}
-        self._found = dict(found)
+        self._infos = dict(infos)
 
     @property
     def read(self) -> list[str]:
@@ -76,24 +76,24 @@ class Plan:
     @property
     def bytes(self) -> int:
         """Size of the tensors to read."""
-        return sum(self._found[name].bytes for name in self.read)
+        return sum(self._infos[name].bytes for name in self.read)
 
     def info(self, name: str) -> TensorInfo:
         """File, shape and dtype of a tensor, or of the part of it that is read."""
-        return self._found[name]
+        return self._infos[name]
 
     def blocks_of(self, name: str) -> bool:
         """Whether a weight has a scale for each block."""
-        scale = self._found.get(f"{name}_scale_inv")
+        scale = self._infos.get(f"{name}_scale_inv")
         return scale is not None and math.prod(scale.shape) > 1
 
     def read_parts(self, parts: Mapping[str, tuple[slice, ...]]) -> None:
         """Read no more of the tensors of `parts` than the slices of their dimensions."""
         for name, part in parts.items():
-            info = self._found[name]
+            info = self._infos[name]
             sides = zip(part, info.shape, strict=True)
-            shape = tuple(len(range(size)[each]) for each, size in sides)
-            self._found[name] = replace(info, shape=shape)
+            shape = tuple(len(range(size)[span]) for span, size in sides)
+            self._infos[name] = replace(info, shape=shape)
         self.parts = dict(parts)
 
     def leave_out(self, inside: tuple[str, ...]) -> None:
@@ -105,7 +105,7 @@ class Plan:
         self.copies = {k: original for k, original in self.copies.items() if original in self.take}
 
     def _match(
-        self, model: nn.Module, found: dict[str, TensorInfo], config: Any
+        self, model: nn.Module, infos: dict[str, TensorInfo], config: Any
     ) -> dict[str, TensorInfo]:
         """{name: info} of the tensors to read, one name of each tied group.
 
@@ -113,16 +113,16 @@ class Plan:
         into `left_out`.
         """
         groups = {id(group): group for group in self.holders.values()}
-        take, missing, known = {}, [], set()
+        take, missing, matched = {}, [], set()
         for group in groups.values():
-            there = [name for name in group if name in found]
-            known |= set(there)
+            there = [name for name in group if name in infos]
+            matched |= set(there)
             self.copies |= {name: there[0] for name in there[1:]}
             if there:
-                take[there[0]] = found[there[0]]
+                take[there[0]] = infos[there[0]]
             else:
                 missing.append(group[0])
-        unexpected = [k for k in found if k not in known]
+        unexpected = [k for k in infos if k not in matched]
         gone = left_out(model, config, unexpected)
         self.left_out += gone
         unexpected = [k for k in unexpected if k not in gone]
@@ -140,10 +140,10 @@ class Plan:
     def _check_shapes(self, model: nn.Module) -> None:
         for name, info in self.take.items():
             path, _, attribute = name.rpartition(".")
-            own = getattr(model.get_submodule(path), attribute)
-            if tuple(own.shape) != info.shape:
+            current = getattr(model.get_submodule(path), attribute)
+            if tuple(current.shape) != info.shape:
                 raise ValueError(
-                    f"{name} is {list(info.shape)} in the checkpoint, {list(own.shape)} in the model"
+                    f"{name} is {list(info.shape)} in the checkpoint, {list(current.shape)} in the model"
                 )
 
 

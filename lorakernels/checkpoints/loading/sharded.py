@@ -88,9 +88,11 @@ class ShardedWeights:
     def finish(self) -> ShardedBase:
         """Collective: give the layers their weights, after all were kept."""
         with self:
-            found = agreed_embeddings(self._model, self._place, self._embeddings)
+            embeddings = agreed_embeddings(self._model, self._place, self._embeddings)
             name = self._chosen[0]
-            vocabulary = found and ShardedVocabulary.of(self._model, found, self._place, name)
+            vocabulary = embeddings and ShardedVocabulary.of(
+                self._model, embeddings, self._place, name
+            )
             return finish(self._place, self._layout, self._stores, (SLOTS, PREFETCH), vocabulary)
 
     def __enter__(self) -> ShardedWeights:
@@ -119,7 +121,7 @@ def _shapes(quantized: set[str], path: str, layer: nn.Module) -> dict[str, Shape
     Raises:
         ValueError: one of them is not held in FP8.
     """
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     for name, module in layer.named_modules():
         if isinstance(module, nn.Linear):
             if f"{path}.{name}" not in quantized:
@@ -127,5 +129,5 @@ def _shapes(quantized: set[str], path: str, layer: nn.Module) -> dict[str, Shape
                     f'mesh: {path}.{name} stays plain, but a sharded base is in FP8: take frozen="fp8" and leave it '
                     "out of modules_to_save"
                 )
-            found[name] = (module.out_features, module.in_features)
-    return found
+            shapes[name] = (module.out_features, module.in_features)
+    return shapes

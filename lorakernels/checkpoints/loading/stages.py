@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load what a rank of a pipeline has of a model, and none of the others' weights.
+"""Load the stages of one rank of a pipeline, and no weights of other stages.
 
 Until all is read, something else stands for a weight of another rank (stand_ins.py). So adapters are drawn as in one
 process.
@@ -18,25 +18,25 @@ from lorakernels.parallel.pipeline.cut import Cut, stages_of
 from lorakernels.parallel.ranks.group import Ranks
 
 
-class Stages(NamedTuple):
-    """What `load_quantized(stages=…)` takes: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
+class StageMesh(NamedTuple):
+    """The `stages` of `load_quantized`: `mesh` is one dimension of a DeviceMesh, `chunks` the stages of a rank."""
 
     mesh: Any
     chunks: int = 1
 
     @classmethod
-    def of(cls, given: Any) -> Stages | None:
-        """`given`: a mesh, (mesh, chunks), or None.
+    def of(cls, stages: Any) -> StageMesh | None:
+        """`stages`: a mesh, (mesh, chunks), or None.
 
         Raises:
             ValueError: chunks is no positive integer.
         """
-        if given is None:
+        if stages is None:
             return None
-        found = cls(*given) if isinstance(given, tuple) else cls(given)
-        if type(found.chunks) is not int or found.chunks < 1:
-            raise ValueError(f"stages: chunks must be a positive integer, found {found.chunks!r}")
-        return found
+        parsed = cls(*stages) if isinstance(stages, tuple) else cls(stages)
+        if type(parsed.chunks) is not int or parsed.chunks < 1:
+            raise ValueError(f"stages: chunks must be a positive integer, found {parsed.chunks!r}")
+        return parsed
 
 
 class OtherStages:
@@ -55,7 +55,7 @@ class OtherStages:
         TypeError, ValueError: as for `pipeline_parallel`.
     """
 
-    def __init__(self, model: nn.Module, stages: Stages, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, stages: StageMesh, device: torch.device) -> None:
         ranks = Ranks(stages.mesh.get_group())
         places = places_of(model)
         self.cut = Cut(ranks, places, stages_of(places, ranks.size, stages.chunks))

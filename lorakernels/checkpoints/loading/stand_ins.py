@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands for tensors of which a rank reads a part or nothing, until adapters are drawn for the whole model.
+"""Stand-ins for tensors of which a rank reads a part or nothing, until adapters are drawn for the whole model.
 
 They hold no values of the model. All FP8 matrices are views of one block of bytes. Any other tensor is one number,
 expanded to its shape.
@@ -23,7 +23,7 @@ class StandIns:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
     def weight(self, shape: torch.Size, blocks: BlockScaling | None) -> Weight:
-        """What stands for an FP8 weight [N, K]."""
+        """A stand-in for an FP8 weight [N, K]."""
         size = shape.numel()
         if size > self._bytes.numel():
             self._bytes = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -32,6 +32,6 @@ class StandIns:
         return Weight(data, torch.ones(scales, device=self._device))
 
     def tensor(self, like: Tensor, shape: torch.Size | None = None) -> Tensor:
-        """What stands for any other tensor of `like`'s dtype, and of its shape unless another is given."""
+        """A stand-in for any other tensor, with the dtype of `like`, and its shape unless another is given."""
         zero = torch.zeros((), dtype=like.dtype, device=self._device)
         return zero.expand(like.shape if shape is None else shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a rank's part of each weight that `parallelize` splits, and no byte of the others'.
+"""Read a rank's part of each weight that `parallelize` splits, and no byte of other ranks' parts.
 
     W [N, K] in bf16, one scale     amax of the part → largest amax of all ranks → the part's bytes, as of the whole
     W8 in blocks, all scales equal  the part's bytes
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lorakernels.checkpoints.loading.plan import Plan
+from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.stand_ins import StandIns
 from lorakernels.config import BlockScaling, Recipe
 from lorakernels.modules.linear.frozen import quantize_weight
@@ -34,8 +34,8 @@ from lorakernels.values import Weight
 Part = tuple[slice, slice]
 
 
-class Split(NamedTuple):
-    """What `load_quantized(tp=…)` takes.
+class TensorSplit(NamedTuple):
+    """The arguments `tp` and `vocabulary` of `load_quantized`.
 
     Attributes:
         mesh: one dimension of a DeviceMesh.
@@ -47,17 +47,17 @@ class Split(NamedTuple):
     vocabulary: bool = False
 
     @classmethod
-    def of(cls, given: Any, vocabulary: bool) -> Split | None:
-        """`given`: a mesh, (mesh, plan), or None.
+    def of(cls, tp: Any, vocabulary: bool) -> TensorSplit | None:
+        """`tp`: a mesh, (mesh, plan), or None.
 
         Raises:
             ValueError: the mesh has several dimensions, or has not this rank. Also `vocabulary` without a mesh.
         """
-        if given is None:
+        if tp is None:
             if vocabulary:
                 raise ValueError("vocabulary=True needs tp, found None")
             return None
-        mesh, plan = given if isinstance(given, tuple) else (given, None)
+        mesh, plan = tp if isinstance(tp, tuple) else (tp, None)
         check_mesh(mesh)
         return cls(mesh, plan, vocabulary)
 
@@ -79,17 +79,17 @@ class TensorParts:
     def __init__(
         self,
         model: nn.Module,
-        split: Split,
-        plan: Plan,
+        split: TensorSplit,
+        plan: LoadPlan,
         recipe: Recipe,
         places: tuple[torch.device, Any],
     ) -> None:
         self.ranks, self._plan, (device, self._group) = Ranks(split.mesh.get_group()), plan, places
-        found = found_in(model) if split.plan is None else found_by(model, split.plan)
-        check_sizes(model, found, self.ranks.size)
+        layers = found_in(model) if split.plan is None else found_by(model, split.plan)
+        check_sizes(model, layers, self.ranks.size)
         if split.vocabulary:
-            check_vocabulary(model, found, self.ranks)
-        self._cuts, self._recipe, self._stand_ins = found.cuts, recipe, StandIns(device)
+            check_vocabulary(model, layers, self.ranks)
+        self._cuts, self._recipe, self._stand_ins = layers.cuts, recipe, StandIns(device)
         self._read: dict[str, Weight] = {}
         self._parts = {f"{path}.weight": self._part(model, path) for path in self._cuts}
         self._tokens = self._rows_of_tokens(model) if split.vocabulary else {}
@@ -112,23 +112,23 @@ class TensorParts:
         return self._share(name, dim, size)
 
     def _rows_of_tokens(self, model: Any) -> dict[str, str]:
-        """{path of embedding and head: the tensor that is read for it}, whose rows become parts."""
+        """{path: name of the tensor that is read} of embedding and head. Each rank reads a part of their rows."""
         modules = {module: path for path, module in model.named_modules()}
         both = (model.get_input_embeddings(), model.get_output_embeddings())
         paths = [modules[module] for module in both]
-        found = {}
+        names = {}
         for path, module in zip(paths, both, strict=True):
             holders = self._plan.holders[f"{path}.weight"]
             if path in self._plan.adapted or path in self._plan.saved:
                 raise ValueError(
                     f"vocabulary=True takes a frozen embedding and head, {path} is to be trained"
                 )
-            if other := {*holders} - {f"{each}.weight" for each in paths}:
+            if other := {*holders} - {f"{other_path}.weight" for other_path in paths}:
                 raise ValueError(f"vocabulary=True: {path}.weight is tied to {sorted(other)}")
-            found[path] = next(name for name in self._plan.take if name in holders)
-            part = self._share(found[path], 0, len(module.weight))
+            names[path] = next(name for name in self._plan.take if name in holders)
+            part = self._share(names[path], 0, len(module.weight))
             self._parts |= dict.fromkeys((n for n in holders if n in self._plan.read), part)
-        return found
+        return names
 
     def _share(self, name: str, dim: int, size: int) -> Part:
         """This rank's part of a tensor that is cut in its dimension `dim`, of `size`."""
@@ -171,26 +171,26 @@ class TensorParts:
         return scales[tuple(_in_blocks(part, block) for part, block in pairs)].contiguous()
 
     def keep(self, path: str, tensor: Tensor, dtype: torch.dtype, fp8: Any) -> Weight:
-        """Keep this rank's part of a weight that is held in FP8. Collective. Returns what stands for the whole.
+        """Keep this rank's part of a weight that is held in FP8. Collective. Returns a stand-in for the whole weight.
 
         Args:
             path: of the layer.
             tensor: the part as it was read.
-            dtype: that from which weights become FP8.
+            dtype: weights are rounded to it before they become FP8.
             fp8: the part of a block-FP8 weight with its `scales`, as convert.py reads it, or None.
 
         Raises:
-            ValueError: the weight is not finite. ValueError also if another rank raised meanwhile.
+            ValueError: the weight is not finite, or another rank raised.
         """
         blocks = self._recipe if isinstance(self._recipe, BlockScaling) else None
         # a part that is one block has one scale [1, 1], which other ranks do not have
         if fp8 is not None and (blocks is not None or fp8.weight_scale_inv.dim() < 2):
-            own = held_weight(fp8, self._recipe)
+            part = held_weight(fp8, self._recipe)
         else:
             plain = tensor.to(dtype) if fp8 is None else dequantize(fp8)
-            own = Weight(*quantize_weight(plain, blocks, self._largest))
-        self._read[path] = own
-        return self._stand_ins.weight(self._whole(path, own.data), blocks)
+            part = Weight(*quantize_weight(plain, blocks, self._largest))
+        self._read[path] = part
+        return self._stand_ins.weight(self._whole(path, part.data), blocks)
 
     def keep_plain(self, name: str, value: Tensor) -> Tensor:
         """Keep this rank's part of a weight that stays plain. Returns what stands for the whole."""
@@ -199,7 +199,7 @@ class TensorParts:
         return self._stand_ins.tensor(value, self._whole(path, value))
 
     def kept(self, name: str) -> Tensor:
-        """What `keep_plain` kept of the tensor `name`."""
+        """The part of the tensor `name` that `keep_plain` kept."""
         return self._read[name.removesuffix(".weight")].data
 
     def cut(self, model: nn.Module) -> None:
@@ -221,8 +221,8 @@ class TensorParts:
         return torch.Size(shape)
 
     def _largest(self, amax: Tensor) -> Tensor:
-        found = comm.ask(self._group, float(amax))
-        return torch.full_like(amax, max(found))
+        amaxes = comm.ask(self._group, float(amax))
+        return torch.full_like(amax, max(amaxes))
 
 
 def _in_blocks(part: slice, block: int) -> slice:

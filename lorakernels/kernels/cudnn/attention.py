@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.kernels.cudnn.form import FACTORS, At, Form, frontend, operation
+from lorakernels.kernels.cudnn.form import FACTORS, Form, TensorId, frontend, operation
 
 
 class _Graph(NamedTuple):
@@ -43,17 +43,17 @@ def _handle(device: int, thread: int) -> Any:
 
 def _graph(form: Form, device: int, backward: bool) -> _Graph:
     key = form, device, backward
-    found = _GRAPHS.get(key)
-    if found is None:
+    graph = _GRAPHS.get(key)
+    if graph is None:
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"cuDNN's attention was not built before this stream was captured: run a step of {form} first"
             )
         with _LOCK, torch.cuda.device(device):
-            found = _GRAPHS.get(key)
-            if found is None:
-                found = _GRAPHS[key] = _built(form, device, backward)
-    return found
+            graph = _GRAPHS.get(key)
+            if graph is None:
+                graph = _GRAPHS[key] = _built(form, device, backward)
+    return graph
 
 
 def _built(form: Form, device: int, backward: bool) -> _Graph:
@@ -87,16 +87,16 @@ def is_built(form: Form, device: torch.device) -> bool:
 
 
 class Offsets(NamedTuple):
-    """Where packed sequences begin.
+    """The lengths and first elements of packed sequences.
 
     Attributes:
         lengths: int32 [N], tokens of each, or [2, N], queries and keys of each.
-        at: int64 [4, N + 1]: `starts` times a row's elements in q, k and v; in out; in dk; in stats. With `lengths` of
-            queries and keys, q begins where out does.
+        elements: int64 [4, N + 1]: `starts` times a row's elements in q, k and v; in out; in dk; in stats. With
+            `lengths` of queries and keys, q begins where out does.
     """
 
     lengths: Tensor
-    at: Tensor
+    elements: Tensor
 
 
 @cache
@@ -141,20 +141,22 @@ def _execute(
     form: Form,
     backward: bool,
     device: torch.device,
-    given: dict[At, Tensor],
+    tensors: dict[TensorId, Tensor],
     offsets: Offsets | None,
 ) -> None:
     graph = _graph(form, device.index, backward)
-    pointers = {int(at): t.data_ptr() for at, t in given.items()}
+    pointers = {int(key): t.data_ptr() for key, t in tensors.items()}
     if offsets is not None:
-        first, step = offsets.at.data_ptr(), offsets.at.stride(0) * 8
-        pointers[int(At.LENGTHS)] = offsets.lengths.data_ptr()
+        first, step = offsets.elements.data_ptr(), offsets.elements.stride(0) * 8
+        pointers[int(TensorId.LENGTHS)] = offsets.lengths.data_ptr()
         if form.tokens_kv:
-            pointers[int(At.LENGTHS_KV)] = offsets.lengths[1].data_ptr()
-        for n, at in enumerate((At.AT_QKV, At.AT_OUT, At.AT_KV, At.AT_STATS)):
-            pointers[int(at)] = first + n * step
+            pointers[int(TensorId.LENGTHS_KV)] = offsets.lengths[1].data_ptr()
+        for n, key in enumerate(
+            (TensorId.AT_QKV, TensorId.AT_OUT, TensorId.AT_KV, TensorId.AT_STATS)
+        ):
+            pointers[int(key)] = first + n * step
         if not backward:
-            del pointers[int(At.AT_KV)]
+            del pointers[int(TensorId.AT_KV)]
     workspace = torch.empty(graph.workspace, dtype=torch.uint8, device=device)
     handle = _handle(device.index, threading.get_ident())
     with torch.cuda.device(device):
@@ -171,8 +173,14 @@ def forward(
     out = q.new_empty((*shape, form.heads, form.dim))
     n = (tokens, form.heads) if form.tokens else (form.rows, form.heads, form.longest)
     stats = torch.empty(n, dtype=torch.float32, device=q.device)
-    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats}
-    _execute(form, False, q.device, given, offsets)
+    tensors = {
+        TensorId.Q: q,
+        TensorId.K: k,
+        TensorId.V: v,
+        TensorId.OUT: out,
+        TensorId.STATS: stats,
+    }
+    _execute(form, False, q.device, tensors, offsets)
     return out, stats
 
 
@@ -181,12 +189,20 @@ def forward_fp8(form: Form, data: Tensor, factors: Tensor) -> tuple[Tensor, Tens
     heads, kv = form.heads, form.kv_heads
     out = torch.empty((*data.shape[:2], heads, form.dim), dtype=torch.uint8, device=data.device)
     stats = torch.empty((form.rows, heads, form.longest), dtype=torch.float32, device=data.device)
-    amaxes = torch.empty(2, 4, dtype=torch.float32, device=data.device)  # cuDNN's, read by nobody
+    amaxes = torch.empty(
+        2, 4, dtype=torch.float32, device=data.device
+    )  # cuDNN writes them; they are not read
     q, k, v = data.split([heads, kv, kv], 2)
-    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats}
-    given |= {At.AMAX_S: amaxes[0], At.AMAX_O: amaxes[1]}
-    given |= dict(zip(FACTORS, factors.unbind(), strict=False))
-    _execute(form, False, data.device, given, None)
+    tensors = {
+        TensorId.Q: q,
+        TensorId.K: k,
+        TensorId.V: v,
+        TensorId.OUT: out,
+        TensorId.STATS: stats,
+    }
+    tensors |= {TensorId.AMAX_S: amaxes[0], TensorId.AMAX_O: amaxes[1]}
+    tensors |= dict(zip(FACTORS, factors.unbind(), strict=False))
+    _execute(form, False, data.device, tensors, None)
     return out, stats
 
 
@@ -203,7 +219,14 @@ def backward(
     if form.tokens_kv:  # keys without queries get nothing
         shape = (k.shape[0] * k.shape[2], *shape[-2:])
     dk, dv = (q.new_zeros(shape) if form.tokens_kv else q.new_empty(shape) for _ in range(2))
-    given = {At.Q: q, At.K: k, At.V: v, At.OUT: out, At.STATS: stats, At.DOUT: dout}
-    given |= {At.DQ: dq, At.DK: dk, At.DV: dv}
-    _execute(form, True, q.device, given, offsets)
+    tensors = {
+        TensorId.Q: q,
+        TensorId.K: k,
+        TensorId.V: v,
+        TensorId.OUT: out,
+        TensorId.STATS: stats,
+        TensorId.DOUT: dout,
+    }
+    tensors |= {TensorId.DQ: dq, TensorId.DK: dk, TensorId.DV: dv}
+    _execute(form, True, q.device, tensors, offsets)
     return dq, dk, dv

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph of causal attention is, and its description for cuDNN (attention.py runs it)."""
+"""The form of a graph of causal attention, and its description for cuDNN (attention.py runs it)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIED = ("1.23.", "1.28.")
 FP8_TRIED = "1.28."
 
 
-class At(IntEnum):
+class TensorId(IntEnum):
     """The tensors of all graphs. From DESCALE_Q on they are of FP8 alone: one fp32 number each."""
 
     Q = 1
@@ -44,11 +44,18 @@ class At(IntEnum):
 
 
 # The factors of q, k, v and P, then the scales of P and out, in the order of numerics/fp8_attention.py.
-FACTORS = (At.DESCALE_Q, At.DESCALE_K, At.DESCALE_V, At.DESCALE_S, At.SCALE_S, At.SCALE_O)
+FACTORS = (
+    TensorId.DESCALE_Q,
+    TensorId.DESCALE_K,
+    TensorId.DESCALE_V,
+    TensorId.DESCALE_S,
+    TensorId.SCALE_S,
+    TensorId.SCALE_O,
+)
 
 
 class Form(NamedTuple):
-    """What a graph is built for.
+    """The shapes, dtype and options for which a graph is built.
 
     Attributes:
         rows: rows B, or packed sequences N.
@@ -79,7 +86,7 @@ class Form(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Of a row, or at most of a sequence."""
+        """Key tokens of a row, or at most of a sequence."""
         return self.longest_kv or self.longest
 
     @property
@@ -139,29 +146,29 @@ class _Builder:
     def __init__(self, graph: Any, form: Form, io: Any) -> None:
         self.graph, self.form, self.io = graph, form, io
         self.kinds = frontend().data_type
-        self.offsets: dict[At, Any] = {}
+        self.offsets: dict[TensorId, Any] = {}
         mask = "use_causal_mask_bottom_right" if form.tokens_kv else "use_causal_mask"
         self.options: dict[str, Any] = {"attn_scale": form.scale, mask: True}
         if form.tokens:
             rows = [form.rows, 1, 1, 1]
-            lengths = self._tensor(At.LENGTHS, rows, [1] * 4, self.kinds.INT32)
+            lengths = self._tensor(TensorId.LENGTHS, rows, [1] * 4, self.kinds.INT32)
             of_keys = lengths
             if form.tokens_kv:
-                of_keys = self._tensor(At.LENGTHS_KV, rows, [1] * 4, self.kinds.INT32)
+                of_keys = self._tensor(TensorId.LENGTHS_KV, rows, [1] * 4, self.kinds.INT32)
             self.options |= {"use_padding_mask": True, "seq_len_q": lengths, "seq_len_kv": of_keys}
 
-    def _tensor(self, at: At, dim: list[int], stride: list[int], kind: Any) -> Any:
-        made = self.graph.tensor(name=at.name, dim=dim, stride=stride, data_type=kind)
-        made.set_uid(int(at))
+    def _tensor(self, key: TensorId, dim: list[int], stride: list[int], kind: Any) -> Any:
+        made = self.graph.tensor(name=key.name, dim=dim, stride=stride, data_type=kind)
+        made.set_uid(int(key))
         return made
 
-    def _packed(self, tensor: Any, at: At) -> None:
-        """Let sequence n of the tensor begin at element `at`[n], if there are packed sequences."""
+    def _packed(self, tensor: Any, key: TensorId) -> None:
+        """If sequences are packed, let the n-th one of `tensor` begin at element n of the offsets `key`."""
         if self.form.tokens:
-            if at not in self.offsets:
+            if key not in self.offsets:
                 dims = [self.form.rows + 1, 1, 1, 1]
-                self.offsets[at] = self._tensor(at, dims, [1] * 4, self.kinds.INT64)
-            tensor.set_ragged_offset(self.offsets[at])
+                self.offsets[key] = self._tensor(key, dims, [1] * 4, self.kinds.INT64)
+            tensor.set_ragged_offset(self.offsets[key])
 
     def _dims(self, heads: int, longest: int | None = None) -> list[int]:
         return [self.form.rows, heads, longest or self.form.longest, self.form.dim]
@@ -169,17 +176,21 @@ class _Builder:
     def _strided(self, strides: tuple[int, int, int]) -> list[int]:
         return [*strides, 1]
 
-    def _given(self, at: At, heads: int, strides: tuple[int, int, int], offsets: At) -> Any:
-        longest = self.form.keys if at in (At.K, At.V) else self.form.longest
-        made = self._tensor(at, self._dims(heads, longest), self._strided(strides), self.io)
+    def _input(
+        self, key: TensorId, heads: int, strides: tuple[int, int, int], offsets: TensorId
+    ) -> Any:
+        longest = self.form.keys if key in (TensorId.K, TensorId.V) else self.form.longest
+        made = self._tensor(key, self._dims(heads, longest), self._strided(strides), self.io)
         self._packed(made, offsets)
         return made
 
-    def _found(self, made: Any, at: At, layout: tuple[list[int], list[int]], offsets: At) -> None:
-        made.set_output(True).set_uid(int(at))
+    def _output(
+        self, made: Any, key: TensorId, layout: tuple[list[int], list[int]], offsets: TensorId
+    ) -> None:
+        made.set_output(True).set_uid(int(key))
         made.set_dim(layout[0]).set_stride(layout[1])
-        own = at in (At.STATS, At.AMAX_S, At.AMAX_O)
-        made.set_data_type(self.kinds.FLOAT if own else self.io)
+        wide = key in (TensorId.STATS, TensorId.AMAX_S, TensorId.AMAX_O)
+        made.set_data_type(self.kinds.FLOAT if wide else self.io)
         self._packed(made, offsets)
 
     def _stats(self) -> tuple[list[int], list[int]]:
@@ -193,14 +204,14 @@ class _Builder:
     def add(self, backward: bool) -> None:
         form = self.form
         heads = (form.heads, form.kv_heads, form.kv_heads)
-        q_at = At.AT_OUT if form.strides[0] == form.out else At.AT_QKV
+        q_at = TensorId.AT_OUT if form.strides[0] == form.out else TensorId.AT_QKV
         qkv = [
-            self._given(at, n, strides, offsets)
-            for at, n, strides, offsets in zip(
-                (At.Q, At.K, At.V),
+            self._input(key, n, strides, offsets)
+            for key, n, strides, offsets in zip(
+                (TensorId.Q, TensorId.K, TensorId.V),
                 heads,
                 form.strides,
-                (q_at, At.AT_QKV, At.AT_QKV),
+                (q_at, TensorId.AT_QKV, TensorId.AT_QKV),
                 strict=True,
             )
         ]
@@ -211,13 +222,17 @@ class _Builder:
         out, stats = self.graph.sdpa(
             name="attention", q=qkv[0], k=qkv[1], v=qkv[2], is_inference=False, **self.options
         )
-        self._found(out, At.OUT, (self._dims(form.heads), self._strided(form.out)), At.AT_OUT)
-        self._found(stats, At.STATS, self._stats(), At.AT_STATS)
+        self._output(
+            out, TensorId.OUT, (self._dims(form.heads), self._strided(form.out)), TensorId.AT_OUT
+        )
+        self._output(stats, TensorId.STATS, self._stats(), TensorId.AT_STATS)
 
     def _add_fp8(self, qkv: list[Any]) -> None:
         one = [1, 1, 1, 1]
-        factors = {at.name.lower(): self._tensor(at, one, one, self.kinds.FLOAT) for at in FACTORS}
-        found = self.graph.sdpa_fp8(
+        factors = {
+            key.name.lower(): self._tensor(key, one, one, self.kinds.FLOAT) for key in FACTORS
+        }
+        outputs = self.graph.sdpa_fp8(
             name="attention_fp8",
             q=qkv[0],
             k=qkv[1],
@@ -228,22 +243,22 @@ class _Builder:
         )
         out = (self._dims(self.form.heads), self._strided(self.form.out))
         layouts = (out, self._stats(), (one, one), (one, one))
-        places = (At.OUT, At.STATS, At.AMAX_S, At.AMAX_O)
-        for made, at, layout in zip(found, places, layouts, strict=True):
-            self._found(made, at, layout, At.AT_OUT)
+        places = (TensorId.OUT, TensorId.STATS, TensorId.AMAX_S, TensorId.AMAX_O)
+        for made, key, layout in zip(outputs, places, layouts, strict=True):
+            self._output(made, key, layout, TensorId.AT_OUT)
 
     def _add_backward(self, qkv: list[Any]) -> None:
         form = self.form
-        out = self._given(At.OUT, form.heads, form.out, At.AT_OUT)
-        dout = self._given(At.DOUT, form.heads, form.out, At.AT_OUT)
-        stats = self._tensor(At.STATS, *self._stats(), self.kinds.FLOAT)
-        self._packed(stats, At.AT_STATS)
+        out = self._input(TensorId.OUT, form.heads, form.out, TensorId.AT_OUT)
+        dout = self._input(TensorId.DOUT, form.heads, form.out, TensorId.AT_OUT)
+        stats = self._tensor(TensorId.STATS, *self._stats(), self.kinds.FLOAT)
+        self._packed(stats, TensorId.AT_STATS)
         if form.tokens:
             self.options |= {
                 "max_total_seq_len_q": form.tokens,
                 "max_total_seq_len_kv": form.tokens_kv or form.tokens,
             }
-        found = self.graph.sdpa_backward(
+        gradients = self.graph.sdpa_backward(
             name="attention_backward",
             q=qkv[0],
             k=qkv[1],
@@ -256,6 +271,6 @@ class _Builder:
         )
         dq = (self._dims(form.heads), self._strided(form.out))
         dkv = (self._dims(form.kv_heads, form.keys), self._strided(form.kv))
-        self._found(found[0], At.DQ, dq, At.AT_OUT)
-        self._found(found[1], At.DK, dkv, At.AT_KV)
-        self._found(found[2], At.DV, dkv, At.AT_KV)
+        self._output(gradients[0], TensorId.DQ, dq, TensorId.AT_OUT)
+        self._output(gradients[1], TensorId.DK, dkv, TensorId.AT_KV)
+        self._output(gradients[2], TensorId.DV, dkv, TensorId.AT_KV)

@@ -21,7 +21,7 @@ MAX_BLOCKS = 4
 TILE = 16  # rows of a program
 # The most rows of a program of several adapters: 9 µs, not 18, for eight of two projections of 14,336 rows on an H200.
 MOST_ROWS = 64
-ELEMENTS = 2048  # of a program of several adapters, of which registers hold all
+ELEMENTS = 2048  # of a program of several adapters; registers hold all of them
 
 
 def tile_of(adapters: int, columns: int) -> int:
@@ -44,14 +44,14 @@ def _block(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """SPLIT: the block's elements of `first`, times its factor, are stored; else they are added to both."""
     factor = tl.load(factors + index)
-    at, inside = _places(row, column, n0, n1, r0, r1)
-    below, is_below = at, inside
+    offset, inside = _places(row, column, n0, n1, r0, r1)
+    below, is_below = offset, inside
     if COMPACT:
         below, is_below = _places(row, column, n0, n1, 0, r1 - r0)
     if SPLIT:
         tl.store(block + below, (first * factor).to(block.dtype.element_ty), is_below)
     else:
-        value = tl.load(block + at, inside, other=0).to(tl.float32)
+        value = tl.load(block + offset, inside, other=0).to(tl.float32)
         first += tl.where(inside, value * factor, 0.0)  # beside a factor that is not finite, too
         if COMPACT:
             value = tl.load(block + below, is_below, other=0).to(tl.float32)

@@ -4,7 +4,7 @@
 A row of S tokens is 2n chunks of C. Rank r of n has chunks r and 2n − 1 − r (parallel/context/attention.py).
 
     side_by_side    k, v [B, Hk, 2C, D] of a rank → [B, 2C, 2 Hk, D]
-    in_order        that of every rank, in the memory of GPUs that this one can read → [B, S, 2 Hk, D]
+    in_order        the [B, 2C, 2 Hk, D] of every rank, in peer memory → [B, S, 2 Hk, D]
     layered         gradients of some ranges of the keys, added in fp32 → [n, B, 2C, 2 Hk, D], by rank
 
 Each element is read once and written once. torch's ops read and wrote keys and values five times, and gradients ten.
@@ -32,7 +32,7 @@ _WARPS = 8
 
 
 class Gradients(NamedTuple):
-    """Of the keys and values from token `begin` of each row on: dk, dv [B, Hk, T, D]. Columns lie side by side."""
+    """dk, dv [B, Hk, T, D] of the keys and values from token `begin` of each row on. Columns lie side by side."""
 
     begin: int
     dk: Tensor
@@ -63,9 +63,9 @@ def side_by_side(k: Tensor, v: Tensor, out: Tensor) -> None:
     batch, heads, tokens, dim = k.shape
     if out.numel() == 0:
         return
-    block, each = _tile(dim)
+    block, tile_tokens = _tile(dim)
     with _on(out):
-        _side_by_side_kernel[(2 * heads, triton.cdiv(tokens, each), batch)](
+        _side_by_side_kernel[(2 * heads, triton.cdiv(tokens, tile_tokens), batch)](
             out,
             k,
             v,
@@ -75,7 +75,7 @@ def side_by_side(k: Tensor, v: Tensor, out: Tensor) -> None:
             HEADS=heads,
             D=dim,
             BLOCK=block,
-            TOKENS=each,
+            TOKENS=tile_tokens,
             num_warps=_WARPS,
         )
 
@@ -95,38 +95,38 @@ def _in_order_kernel(  # type: ignore[no-untyped-def]
     inner = (tl.program_id(0) // (2 * RANKS)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = inner < chunk
     batch = tl.program_id(1).to(tl.int64)
-    at = (2 * batch + tail) * chunk + inner
+    offset = (2 * batch + tail) * chunk + inner
     x = tl.zeros((BLOCK,), out.dtype.element_ty)
     if owner == 0:
-        x = tl.load(p0 + at, inside)
+        x = tl.load(p0 + offset, inside)
     if RANKS > 1 and owner == 1:
-        x = tl.load(p1 + at, inside)
+        x = tl.load(p1 + offset, inside)
     if RANKS > 2 and owner == 2:
-        x = tl.load(p2 + at, inside)
+        x = tl.load(p2 + offset, inside)
     if RANKS > 3 and owner == 3:
-        x = tl.load(p3 + at, inside)
+        x = tl.load(p3 + offset, inside)
     if RANKS > 4 and owner == 4:
-        x = tl.load(p4 + at, inside)
+        x = tl.load(p4 + offset, inside)
     if RANKS > 5 and owner == 5:
-        x = tl.load(p5 + at, inside)
+        x = tl.load(p5 + offset, inside)
     if RANKS > 6 and owner == 6:
-        x = tl.load(p6 + at, inside)
+        x = tl.load(p6 + offset, inside)
     if RANKS > 7 and owner == 7:
-        x = tl.load(p7 + at, inside)
+        x = tl.load(p7 + offset, inside)
     number = tl.where(tail == 1, 2 * RANKS - 1 - owner, owner)
     tl.store(out + (2 * RANKS * batch + number) * chunk + inner, x, inside)
 
 
 def in_order(there: Sequence[Tensor], rank: int) -> Tensor:
-    """[B, S, …] in a row's order, of every rank's contiguous [B, 2C, …]. `rank` is the one that reads."""
-    ranks, own = len(there), there[rank]
-    out = own.new_empty((own.shape[0], ranks * own.shape[1], *own.shape[2:]))
+    """[B, S, …] in a row's order, from every rank's contiguous [B, 2C, …]. `rank` is the reading rank."""
+    ranks, local = len(there), there[rank]
+    out = local.new_empty((local.shape[0], ranks * local.shape[1], *local.shape[2:]))
     if out.numel() == 0:
         return out
     pointers = [*there, *[there[0]] * (MOST_PARTS - ranks)]  # the rest is not read
-    chunk = own[0].numel() // 2
+    chunk = local[0].numel() // 2
     with _on(out):
-        _in_order_kernel[(2 * ranks * triton.cdiv(chunk, _COPIED), own.shape[0])](
+        _in_order_kernel[(2 * ranks * triton.cdiv(chunk, _COPIED), local.shape[0])](
             out, *pointers, rank, chunk, RANKS=ranks, BLOCK=_COPIED, num_warps=_WARPS
         )
     return out
@@ -140,12 +140,12 @@ def _added(  # type: ignore[no-untyped-def]
     """`total` and the chunk `number` of a range from chunk `first` to before chunk `last`, if it is in it."""
     if (first <= number) & (number < last):
         row = token + (number - first).to(tl.int64) * C
-        at = batch * batch_stride + row[:, None] * token_stride + column[None, :]
+        offset = batch * batch_stride + row[:, None] * token_stride + column[None, :]
         if place < HEADS:
-            total += tl.load(dk + at + place * head_stride, inside, other=0.0).to(tl.float32)
+            total += tl.load(dk + offset + place * head_stride, inside, other=0.0).to(tl.float32)
         else:
             of_v = (place - HEADS) * head_stride
-            total += tl.load(dv + at + of_v, inside, other=0.0).to(tl.float32)
+            total += tl.load(dv + offset + of_v, inside, other=0.0).to(tl.float32)
     return total
 
 
@@ -188,8 +188,8 @@ def _layered_kernel(  # type: ignore[no-untyped-def]
     tail = number >= CHUNKS // 2
     owner = tl.where(tail, CHUNKS - 1 - number, number).to(tl.int64)
     row = ((owner * B + batch) * 2 + tail.to(tl.int64)) * C + token
-    at = (row * (2 * HEADS) + place)[:, None] * D + column[None, :]
-    tl.store(out + at, total, inside)
+    offset = (row * (2 * HEADS) + place)[:, None] * D + column[None, :]
+    tl.store(out + offset, total, inside)
 
 
 def layered(parts: Sequence[Gradients], out: Tensor) -> None:
@@ -197,22 +197,22 @@ def layered(parts: Sequence[Gradients], out: Tensor) -> None:
 
     Each part has whole chunks. There are at most MOST_RANGES.
     """
-    ranks, batch, own, places, dim = out.shape
-    size = own // 2
+    ranks, batch, tokens, places, dim = out.shape
+    size = tokens // 2
     if out.numel() == 0:
         return
-    given: list[Tensor | int] = []
+    arguments: list[Tensor | int] = []
     for begin, dk, dv in parts:
         if dk.stride() != dv.stride() or dk.stride(3) != 1:
             dk, dv = dk.contiguous(), dv.contiguous()
         first = begin // size
-        given += [dk, dv, first, first + dk.shape[2] // size, *dk.stride()[:3]]
-    given += given[:7] * (MOST_RANGES - len(parts))  # not read
-    block, each = _tile(dim)
+        arguments += [dk, dv, first, first + dk.shape[2] // size, *dk.stride()[:3]]
+    arguments += arguments[:7] * (MOST_RANGES - len(parts))  # not read
+    block, tile_tokens = _tile(dim)
     with _on(out):
-        _layered_kernel[(places, triton.cdiv(size, each), batch * 2 * ranks)](
+        _layered_kernel[(places, triton.cdiv(size, tile_tokens), batch * 2 * ranks)](
             out,
-            *given,
+            *arguments,
             size,
             batch,
             CHUNKS=2 * ranks,
@@ -220,7 +220,7 @@ def layered(parts: Sequence[Gradients], out: Tensor) -> None:
             HEADS=places // 2,
             D=dim,
             BLOCK=block,
-            TOKENS=each,
+            TOKENS=tile_tokens,
             num_warps=_WARPS,
         )
 

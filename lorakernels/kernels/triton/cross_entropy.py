@@ -55,24 +55,24 @@ def _cross_entropy_kernel(
             origin = tl.where(now == -float("inf"), 0.0, now)  # a block of −inf alone
             total = total * tl.exp(largest - origin) + tl.sum(tl.exp(part - origin), 0)
             largest = now
-        known = (label >= 0) & (label < V)
-        asked = tl.load(z + tl.where(known, label, 0)).to(tl.float32)
+        in_range = (label >= 0) & (label < V)
+        logit = tl.load(z + tl.where(in_range, label, 0)).to(tl.float32)
         nan = float("nan")
-        tl.store(losses + row, tl.where(known, largest - asked + tl.log(total), nan))
+        tl.store(losses + row, tl.where(in_range, largest - logit + tl.log(total), nan))
         if GRADIENT:
             share = 57344.0 if E5M2 else 1.0  # the largest number of e5m2
             if HAS_FACTOR:
                 share = tl.load(factor)
-            share = tl.where(known, share, nan)
+            share = tl.where(in_range, share, nan)
             for start in range(0, V, BLOCK):
-                at = start + column
-                part = tl.load(z + at, at < V, 0.0).to(tl.float32)
+                offset = start + column
+                part = tl.load(z + offset, offset < V, 0.0).to(tl.float32)
                 p = tl.exp(part - largest) / total
-                dz = share * tl.where(at == label, p - 1.0, p)
+                dz = share * tl.where(offset == label, p - 1.0, p)
                 if E5M2:
-                    tl.store(to + at, encode(dz, True, NATIVE), at < V)
+                    tl.store(to + offset, encode(dz, True, NATIVE), offset < V)
                 else:
-                    tl.store(to + at, dz.to(gradient.dtype.element_ty), at < V)
+                    tl.store(to + offset, dz.to(gradient.dtype.element_ty), offset < V)
 
 
 def launch(

@@ -30,11 +30,11 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
 ) -> None:
     part = tl.program_id(0)
-    at = part * PART + tl.arange(0, PART)
-    expert = tl.load(chosen + at, at < C, other=E).to(tl.int32)
-    each = tl.arange(0, EXPERTS)
+    choice = part * PART + tl.arange(0, PART)
+    expert = tl.load(chosen + choice, choice < C, other=E).to(tl.int32)
+    index = tl.arange(0, EXPERTS)
     tl.store(
-        counts + part * EXPERTS + each, tl.sum((expert[:, None] == each[None, :]).to(tl.int32), 0)
+        counts + part * EXPERTS + index, tl.sum((expert[:, None] == index[None, :]).to(tl.int32), 0)
     )
 
 
@@ -44,7 +44,7 @@ def _place_kernel(
     starts: tl.tensor,
     ends: tl.tensor,
     source: tl.tensor,
-    own: tl.tensor,
+    row_in_use: tl.tensor,
     place: tl.tensor,
     counts: tl.tensor,
     chosen: tl.tensor,
@@ -56,45 +56,47 @@ def _place_kernel(
     EXPERTS: tl.constexpr,
 ) -> None:
     part, parts = tl.program_id(0), tl.num_programs(0)
-    each = tl.arange(0, EXPERTS)
+    index = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
     for first in tl.range(0, parts, _CHUNK):
         p = first + tl.arange(0, _CHUNK)
-        some = tl.load(counts + p[:, None] * EXPERTS + each[None, :], (p < parts)[:, None], other=0)
+        some = tl.load(
+            counts + p[:, None] * EXPERTS + index[None, :], (p < parts)[:, None], other=0
+        )
         total += tl.sum(some, 0)
         before += tl.sum(tl.where((p < part)[:, None], some, 0), 0)
-    total = tl.where(each < E, total, 0)
+    total = tl.where(index < E, total, 0)
     blocks = (total + _GROUP_ROWS - 1) // _GROUP_ROWS
     last = tl.cumsum(blocks, 0)
     start = (last - blocks) * _GROUP_ROWS
     end = start + total
     if part == 0:
-        tl.store(starts + each, start, each < E)
-        tl.store(ends + each, end, each < E)
-    at = part * PART + tl.arange(0, PART)
-    expert = tl.load(chosen + at, at < C, other=E).to(tl.int32)
-    is_each = expert[:, None] == each[None, :]
+        tl.store(starts + index, start, index < E)
+        tl.store(ends + index, end, index < E)
+    choice = part * PART + tl.arange(0, PART)
+    expert = tl.load(chosen + choice, choice < C, other=E).to(tl.int32)
+    is_each = expert[:, None] == index[None, :]
     i = tl.arange(0, PART)
     alike = (expert[:, None] == expert[None, :]) & (i[None, :] < i[:, None])
     row = tl.sum(alike.to(tl.int32), 1) + tl.sum(tl.where(is_each, (start + before)[None, :], 0), 1)
-    there = (at < C) & (expert < E)
-    tl.store(place + at, tl.where(there, row, -1), at < C)
-    tl.store(source + row, at // J, there)
-    tl.store(own + row, row, there)
+    there = (choice < C) & (expert < E)
+    tl.store(place + choice, tl.where(there, row, -1), choice < C)
+    tl.store(source + row, choice // J, there)
+    tl.store(row_in_use + row, row, there)
     for block in tl.range(part, BLOCKS, parts):
         group = tl.sum((last <= block).to(tl.int32), 0)
         group = tl.where(group < E, group, -1)
         tl.store(group_of + block, group)
         rows = block * _GROUP_ROWS + tl.arange(0, _GROUP_ROWS)
-        empty = rows >= tl.sum(tl.where(each == group, end, 0), 0)
+        empty = rows >= tl.sum(tl.where(index == group, end, 0), 0)
         tl.store(source + rows, -1, empty)
-        tl.store(own + rows, -1, empty)
+        tl.store(row_in_use + rows, -1, empty)
 
 
 def route(out: tuple[Tensor, ...], chosen: Tensor, experts: int) -> None:
     """Write group_of, starts, ends, source, own and place, as numerics/groups.py has them, of chosen [T, J]."""
-    group_of, starts, ends, source, own, place = out
+    group_of, starts, ends, source, row_in_use, place = out
     choices = chosen.numel()
     parts, padded = triton.cdiv(choices, PART), triton.next_power_of_2(experts + 1)
     counts = place.new_empty((parts, padded))
@@ -102,6 +104,6 @@ def route(out: tuple[Tensor, ...], chosen: Tensor, experts: int) -> None:
     with torch.cuda.device(chosen.device if chosen.is_cuda else -1):
         launch(_count_kernel, (parts,), counts, chosen, choices, experts, **sizes)
         launch(
-            _place_kernel, (parts,), group_of, starts, ends, source, own, place, counts, chosen,
+            _place_kernel, (parts,), group_of, starts, ends, source, row_in_use, place, counts, chosen,
             choices, experts, chosen.shape[1], len(group_of), **sizes,
         )  # fmt: skip

@@ -52,17 +52,17 @@ def _amax_kernel(
     first = tl.program_id(0) * ROWS
     group = tl.load(group_of + first // _GROUP_ROWS)
     if group >= 0:
-        known = 0.0
+        current = 0.0
         if DELAYED:
-            known = tl.load(kept + group)
-        if not known > 0.0:
-            at = first + tl.arange(0, ROWS)
+            current = tl.load(kept + group)
+        if not current > 0.0:
+            row = first + tl.arange(0, ROWS)
             if GATHERS:
-                source = tl.load(rows + at)
+                source = tl.load(rows + row)
                 inside = source >= 0
             else:
-                source = at
-                inside = at < tl.load(ends + group)
+                source = row
+                inside = row < tl.load(ends + group)
             most = tl.zeros((ROWS, COLUMNS), tl.float32)
             for column in tl.range(0, C, COLUMNS):
                 c = column + tl.arange(0, COLUMNS)
@@ -97,7 +97,7 @@ def _scales(
     DELAYED: tl.constexpr,
     FP8_MAX: tl.constexpr,
 ) -> None:
-    """Each group's scale_inv, also of those without rows."""
+    """Each group's scale_inv, also of groups without rows."""
     for g in tl.range(tl.program_id(0), G, tl.num_programs(0)):
         scale = _scale(amaxes, kept, g, DELAYED, FP8_MAX)
         tl.store(scale_inv + g, tl.div_rn(tl.full((), 1.0, tl.float32), scale))
@@ -126,14 +126,14 @@ def _down_kernel(
     COLUMNS: tl.constexpr,
     RANK: tl.constexpr,
 ) -> None:
-    """x8, and s = x A_gᵀ, of ROWS rows, which are copies of those of x that `rows` names."""
+    """x8 and s = x A_gᵀ, of ROWS rows. They are copies of the rows of x that `rows` names."""
     _scales(scale_inv, amaxes, kept, G, DELAYED, FP8_MAX)
     first = tl.program_id(0) * ROWS
     group = tl.load(group_of + first // _GROUP_ROWS)
     if group >= 0:
         scale = _scale(amaxes, kept, group, DELAYED, FP8_MAX)
-        at = first + tl.arange(0, ROWS)
-        source = tl.load(rows + at)
+        row = first + tl.arange(0, ROWS)
+        source = tl.load(rows + row)
         inside = source >= 0
         rank = tl.arange(0, RANK)
         total = tl.zeros((ROWS, RANK), tl.float32)
@@ -146,7 +146,7 @@ def _down_kernel(
             value = tl.load(x + from_, inside[:, None] & there, other=0.0)
             wide = value.to(tl.float32)
             most = magnitude(most, wide)
-            to = at.to(tl.int64)[:, None] * K + k[None, :]
+            to = row.to(tl.int64)[:, None] * K + k[None, :]
             tl.store(x8 + to, encode(wide * scale, False, NATIVE), there)
             if ADAPTED:
                 a = tl.load(
@@ -156,7 +156,7 @@ def _down_kernel(
         if DELAYED:
             raise_amax(recorded + group, magnitude_bits(tl.reshape(most, (ROWS * COLUMNS,))))
         if ADAPTED:
-            out = at.to(tl.int64)[:, None] * R + rank[None, :]
+            out = row.to(tl.int64)[:, None] * R + rank[None, :]
             total = tl.where(inside[:, None], total, 0.0)
             tl.store(s + out, total.to(s.dtype.element_ty), (rank < R)[None, :])
 
@@ -208,22 +208,22 @@ def _grad_kernel(
     last = start + (end - start + _GROUP_ROWS - 1) // _GROUP_ROWS * _GROUP_ROWS
     for row in tl.range(start, last, ROWS):
         m = row + tl.arange(0, ROWS)
-        at = m.to(tl.int64)[:, None] * N + n[None, :]
-        value = tl.load(dy + at, (m < end)[:, None] & there[None, :], other=0.0)
+        offset = m.to(tl.int64)[:, None] * N + n[None, :]
+        value = tl.load(dy + offset, (m < end)[:, None] & there[None, :], other=0.0)
         wide = value.to(tl.float32)
         most = magnitude(most, wide)
-        tl.store(dy8 + at, encode(wide * scale, E5M2, NATIVE), there[None, :])
+        tl.store(dy8 + offset, encode(wide * scale, E5M2, NATIVE), there[None, :])
         if ADAPTED:
             out = (strip.to(tl.int64) * M + m)[:, None] * R + rank[None, :]
             down = tl.where((m < end)[:, None], tl.dot(value, b) * scaling, 0.0)
             tl.store(partial + out, down, (rank < R)[None, :])
             if TRAINS_B:
-                given = tl.load(
+                down_rows = tl.load(
                     s + m.to(tl.int64)[:, None] * R + rank[None, :],
                     (m < end)[:, None] & (rank < R)[None, :],
                     other=0.0,
                 )
-                sums = tl.dot(tl.trans(value), given, sums)
+                sums = tl.dot(tl.trans(value), down_rows, sums)
     if DELAYED:
         raise_amax(recorded + group, magnitude_bits(tl.reshape(most, (ROWS * COLUMNS,))))
     if TRAINS_B:
@@ -258,16 +258,16 @@ def _grad_a_kernel(
         byte = tl.load(
             x8 + m.to(tl.int64)[:, None] * K + k[None, :], inside & there[None, :], other=0
         )
-        given = tl.load(
+        ds_rows = tl.load(
             ds + m.to(tl.int64)[:, None] * R + rank[None, :],
             inside & (rank < R)[None, :],
             other=0.0,
         )
-        value = decode_e4m3(byte, NATIVE).to(given.dtype)
-        total = tl.dot(tl.trans(given), value, total)
+        value = decode_e4m3(byte, NATIVE).to(ds_rows.dtype)
+        total = tl.dot(tl.trans(ds_rows), value, total)
     total *= tl.load(x_scale_inv + group)
-    at = group.to(tl.int64) * R * K + rank.to(tl.int64)[:, None] * K + k[None, :]
-    tl.store(dA + at, total.to(dA.dtype.element_ty), (rank < R)[:, None] & there[None, :])
+    offset = group.to(tl.int64) * R * K + rank.to(tl.int64)[:, None] * K + k[None, :]
+    tl.store(dA + offset, total.to(dA.dtype.element_ty), (rank < R)[:, None] & there[None, :])
 
 
 @triton.jit
@@ -435,8 +435,8 @@ def spread(
 def _places(scaling: Scaling, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """int32 zeros [G] for fresh amaxes, and the groups' scales and amaxes in the FP8 state."""
     state, column, _ = scaling
-    own = slice(column, column + groups)
-    return state.new_zeros(groups, dtype=torch.int32), state[-1, own], state[0, own]
+    columns = slice(column, column + groups)
+    return state.new_zeros(groups, dtype=torch.int32), state[-1, columns], state[0, columns]
 
 
 def _padded(rank: int) -> int:

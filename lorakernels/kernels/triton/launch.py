@@ -52,32 +52,32 @@ def _is_stand_in(argument: Any) -> bool:
 def _record(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> None:
-    if any(isinstance(each, TensorDescriptor) for each in arguments):
+    if any(isinstance(argument, TensorDescriptor) for argument in arguments):
         raise NotImplementedError(f"{kernel.__name__}: a tensor descriptor holds an address")
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     compiled._init_handles()  # loads it, with the shared memory that it needs
     metadata, signature = compiled.metadata, compiled.src.signature
-    given = dict(zip(signature, arguments, strict=False)) | options
+    arguments_by_name = dict(zip(signature, arguments, strict=False)) | options
     extension().record_kernel(
         function=compiled.function,
         grid=(*grid, 1, 1)[:3],
         threads=_WARP * metadata.num_warps,
         shared_bytes=metadata.shared,
         early=metadata.launch_pdl,
-        parameters=[*_parameters(signature, given), *_scratch(kernel, metadata)],
+        parameters=[*_parameters(signature, arguments_by_name), *_scratch(kernel, metadata)],
     )
 
 
 def _parameters(
-    signature: Mapping[str, Any], given: Mapping[str, Any]
+    signature: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> Iterator[tuple[str, int | float]]:
-    """What the code takes: "constexpr" was compiled into it."""
+    """The parameters that the code takes. A "constexpr" was compiled into it."""
     for name, kind in signature.items():
         if kind == "constexpr":
             continue
         if not isinstance(kind, str) or kind.startswith("tensordesc"):
             raise NotImplementedError(f"{name} must be a pointer or a number, found {kind}")
-        yield ("*", given[name].data_ptr()) if kind.startswith("*") else (kind, given[name])
+        yield ("*", arguments[name].data_ptr()) if kind.startswith("*") else (kind, arguments[name])
 
 
 def _scratch(kernel: Any, metadata: Any) -> list[tuple[str, int]]:

@@ -61,10 +61,10 @@ def merge_attention(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> None:
     if one.numel() == 0:
         return
     block = triton.next_power_of_2(dim)
-    each = max(1, _ELEMENTS // block)
+    tile_tokens = max(1, _ELEMENTS // block)
     device = one.device if one.device.type == "cuda" else -1  # none for the interpreter
     with torch.cuda.device(device):
-        _merge_kernel[(heads, triton.cdiv(tokens, each), batch)](
+        _merge_kernel[(heads, triton.cdiv(tokens, tile_tokens), batch)](
             one,
             l1,
             two,
@@ -75,6 +75,6 @@ def merge_attention(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> None:
             *l1.stride()[:2],
             D=dim,
             BLOCK=block,
-            TOKENS=each,
+            TOKENS=tile_tokens,
             num_warps=_WARPS,
         )

@@ -122,8 +122,8 @@ def amax_of_blocks(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def for_tile(factor: tl.tensor, x: tl.tensor) -> tl.tensor:
     """`factor` [blocks] for each column of x, a tile of `columns_in_blocks`."""
-    each = tl.broadcast_to(factor[None, :, None], by_block(x).shape)
-    return tl.reshape(each, x.shape)
+    factors = tl.broadcast_to(factor[None, :, None], by_block(x).shape)
+    return tl.reshape(factors, x.shape)
 
 
 @triton.jit
@@ -217,7 +217,7 @@ def begin_quantizing(
     PARTIALS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """`begin`, then (this program's first tile, the state's scale, the scale to use), whose inverse is stored.
+    """Calls `begin`, and returns (first tile of this program, the state's scale, the scale to use). Stores its inverse.
 
     The state's scale is 0 where it has none. MEASURE: where it has one, the first tile is behind the last.
     """
@@ -317,7 +317,7 @@ def decode_e4m3(byte: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 @dataclass(frozen=True)
 class Quantized:
-    """Where a kernel leaves x8 and scale_inv, and what it reads the scale from.
+    """The tensors into which a kernel writes x8 and scale_inv, and from which it reads the scale.
 
     `power_of_two`, where it is given, asks for a scale of each 1 × 128. Then nothing is read, and `quantizes` is False.
     """
@@ -341,7 +341,7 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options of a launch, beside num_warps.
+        """The options of a launch, besides num_warps.
 
         In blocks no MEASURE launch is in front, and programs start when the previous kernel has ended. Those that start
         early may crowd where multiprocessors come free first, and share all tiles there: SwiGLU behind itself took 75

@@ -37,11 +37,11 @@ def _quantize_blocks_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = block * BLOCK + tl.arange(0, BLOCK)
     inside = (row < M)[:, None] & (column < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + column[None, :]
-    value = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    offset = row.to(tl.int64)[:, None] * K + column[None, :]
+    value = tl.load(x + offset, inside, other=0.0).to(tl.float32)
     bits = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     scale, inverse = scale_of_block(bits, MOST, POWER_OF_TWO)
-    tl.store(x8 + at, encode(value * scale[:, None], E5M2, NATIVE), inside)
+    tl.store(x8 + offset, encode(value * scale[:, None], E5M2, NATIVE), inside)
     tl.store(scale_inv + block.to(tl.int64) * M + row, inverse, row < M)
 
 

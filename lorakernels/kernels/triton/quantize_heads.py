@@ -63,9 +63,9 @@ def _read(
 ) -> tl.tensor:
     """fp32 [TOKENS, D] of x [B, H, T, D]: one head of the tokens `row`."""
     batch, token = (row // T).to(tl.int64), (row % T).to(tl.int64)
-    at = batch * batch_stride + token * token_stride + tl.cast(head, tl.int64) * head_stride
+    offset = batch * batch_stride + token * token_stride + tl.cast(head, tl.int64) * head_stride
     i = tl.arange(0, D)
-    return tl.load(x + at[:, None] + i[None, :], inside[:, None], other=0.0).to(tl.float32)
+    return tl.load(x + offset[:, None] + i[None, :], inside[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def _quantize_kernel(
     head = tl.program_id(1)
     which = tl.where(head < HEADS, 0, tl.where(head < HEADS + KV_HEADS, 1, 2))
     bits = tl.load(amaxes.to(tl.pointer_type(tl.int32), bitcast=True) + which)
-    at = row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + head * D
+    offset = row.to(tl.int64) * ((HEADS + 2 * KV_HEADS) * D) + head * D
     x8 = encode(x * _two_to(_power(bits)), False, NATIVE)
-    tl.store(data + at[:, None] + tl.arange(0, D)[None, :], x8, inside[:, None])
+    tl.store(data + offset[:, None] + tl.arange(0, D)[None, :], x8, inside[:, None])
     if (tl.program_id(0) == 0) & (head == 0):
         i = tl.arange(0, 4)
         three = tl.load(amaxes.to(tl.pointer_type(tl.int32), bitcast=True) + i, i < 3, other=0)
@@ -199,11 +199,11 @@ def _dequantize_kernel(
     row = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     which = FIRST + tl.where(head < Q_END, 0, tl.where(head < K_END, 1, 2))
-    at = row.to(tl.int64) * (HEADS * D) + head * D
-    at = at[:, None] + tl.arange(0, D)[None, :]
+    offset = row.to(tl.int64) * (HEADS * D) + head * D
+    offset = offset[:, None] + tl.arange(0, D)[None, :]
     inside = (row < M)[:, None]
-    x = decode_e4m3(tl.load(data + at, inside, other=0), NATIVE) * tl.load(factors + which * 4)
-    tl.store(to + at, x.to(to.dtype.element_ty), inside)
+    x = decode_e4m3(tl.load(data + offset, inside, other=0), NATIVE) * tl.load(factors + which * 4)
+    tl.store(to + offset, x.to(to.dtype.element_ty), inside)
 
 
 def quantize_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

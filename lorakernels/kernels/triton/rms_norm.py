@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/rms_norm.py: a row of K in registers, one read of it.
 
-A program takes every so many-th row and keeps its amax until the end, so that few atomics meet at one address. The
+Of n programs, each takes every n-th row and keeps its amax until the end: few atomics meet at one address. The
 weight is read again for every row, from L1, which frees registers; the next row is loaded while this one is summed.
 """
 
@@ -73,16 +73,16 @@ def _rms_norm_quantize_kernel(
     M_wide = tl.cast(M, tl.int64)
     most = tl.zeros((BLOCK,), tl.float32)
     if PREFETCH:
-        at = tl.cast(first, tl.int64) * K + column
-        ahead = tl.load(x + at, column < tl.where(first < M, K, 0), other=0.0)
+        offset = tl.cast(first, tl.int64) * K + column
+        ahead = tl.load(x + offset, column < tl.where(first < M, K, 0), other=0.0)
     for row in tl.range(first, M, step):
-        at = tl.cast(row, tl.int64) * K + column
+        offset = tl.cast(row, tl.int64) * K + column
         if PREFETCH:
             wide = ahead.to(tl.float32)
             more = column < tl.where(row + step < M, K, 0)
-            ahead = tl.load(x + step_at + at, more, other=0.0)
+            ahead = tl.load(x + step_at + offset, more, other=0.0)
         else:
-            wide = tl.load(x + at, inside, other=0.0).to(tl.float32)
+            wide = tl.load(x + offset, inside, other=0.0).to(tl.float32)
         w = tl.load(weight + column, inside, other=0.0)
         r = tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)
         h = (wide * r).to(dtype).to(tl.float32)
@@ -92,17 +92,17 @@ def _rms_norm_quantize_kernel(
         if not MEASURE:
             tl.store(rstd + row, r)
             if KEEP:
-                tl.store(normed + at, n, inside)
+                tl.store(normed + offset, n, inside)
             if QUANTIZE:
-                at = tl.max_contiguous(at, VECTOR)
-                tl.store(x8 + at, encode(n.to(tl.float32) * scale, E5M2, NATIVE), inside)
+                offset = tl.max_contiguous(offset, VECTOR)
+                tl.store(x8 + offset, encode(n.to(tl.float32) * scale, E5M2, NATIVE), inside)
             if IN_BLOCKS:
-                at = tl.max_contiguous(at, VECTOR)
+                offset = tl.max_contiguous(offset, VECTOR)
                 blocks = tl.cdiv(K, _SCALED)
                 bytes_ = encode_in_blocks(
                     n.to(tl.float32), scale_inv + row, M_wide, blocks, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
-                tl.store(x8 + at, bytes_, inside)
+                tl.store(x8 + offset, bytes_, inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
 
 
@@ -175,29 +175,29 @@ def _rms_norm_backward_kernel(
     step = tl.num_programs(0)
     step_at = tl.cast(step, tl.int64) * K
     if PREFETCH:
-        at = tl.cast(first, tl.int64) * K + column
-        d_ahead = tl.load(dnormed + at, inside, other=0.0)
-        x_ahead = tl.load(x + at, inside, other=0.0)
+        offset = tl.cast(first, tl.int64) * K + column
+        d_ahead = tl.load(dnormed + offset, inside, other=0.0)
+        x_ahead = tl.load(x + offset, inside, other=0.0)
     for row in tl.range(first, M, step):
-        at = tl.cast(row, tl.int64) * K + column
+        offset = tl.cast(row, tl.int64) * K + column
         if HAS_RESIDUAL:
-            residual = tl.load(dresidual + at, inside, other=0.0)
+            residual = tl.load(dresidual + offset, inside, other=0.0)
         if PREFETCH:
             d = d_ahead.to(tl.float32)
             wide = x_ahead.to(tl.float32)
             more = column < tl.where(row + step < M, K, 0)
-            d_ahead = tl.load(dnormed + step_at + at, more, other=0.0)
-            x_ahead = tl.load(x + step_at + at, more, other=0.0)
+            d_ahead = tl.load(dnormed + step_at + offset, more, other=0.0)
+            x_ahead = tl.load(x + step_at + offset, more, other=0.0)
         else:
-            d = tl.load(dnormed + at, inside, other=0.0).to(tl.float32)
-            wide = tl.load(x + at, inside, other=0.0).to(tl.float32)
+            d = tl.load(dnormed + offset, inside, other=0.0).to(tl.float32)
+            wide = tl.load(x + offset, inside, other=0.0).to(tl.float32)
         g = d * tl.load(weight + column, inside, other=0.0).to(tl.float32)
         r = tl.load(rstd + row)
         h = wide * r
         result = r * (g - h * (tl.sum(g * h, 0) / K))
         if HAS_RESIDUAL:
             result += residual.to(tl.float32)
-        tl.store(dx + at, result.to(dx.dtype.element_ty), inside)
+        tl.store(dx + offset, result.to(dx.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=["M", "chunk"])
@@ -222,10 +222,10 @@ def _weight_grad_kernel(
     for row0 in tl.range(first, last, ROWS):
         row = row0 + tl.arange(0, ROWS)
         inside = (row < last)[:, None] & (column < K)[None, :]
-        at = row.to(tl.int64)[:, None] * K + column[None, :]
-        d = tl.load(dnormed + at, inside, other=0.0).to(tl.float32)
+        offset = row.to(tl.int64)[:, None] * K + column[None, :]
+        d = tl.load(dnormed + offset, inside, other=0.0).to(tl.float32)
         r = tl.load(rstd + row, row < last, other=0.0)
-        total += d * (tl.load(x + at, inside, other=0.0).to(tl.float32) * r[:, None])
+        total += d * (tl.load(x + offset, inside, other=0.0).to(tl.float32) * r[:, None])
     to = partial + tl.program_id(1).to(tl.int64) * K + column
     tl.store(to, tl.sum(total, 0), column < K)
 

@@ -36,11 +36,11 @@ def _angles(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """cos and sin of both halves, fp32 [1, BLOCK] each."""
     i = tl.arange(0, BLOCK)
-    at = tl.cast(row, tl.int64) * (2 * HALF) + i
-    c1 = tl.load(cos + at, i < HALF, other=0.0).to(tl.float32)[None, :]
-    c2 = tl.load(cos + HALF + at, i < HALF, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin + at, i < HALF, other=0.0).to(tl.float32)[None, :]
-    s2 = tl.load(sin + HALF + at, i < HALF, other=0.0).to(tl.float32)[None, :]
+    offset = tl.cast(row, tl.int64) * (2 * HALF) + i
+    c1 = tl.load(cos + offset, i < HALF, other=0.0).to(tl.float32)[None, :]
+    c2 = tl.load(cos + HALF + offset, i < HALF, other=0.0).to(tl.float32)[None, :]
+    s1 = tl.load(sin + offset, i < HALF, other=0.0).to(tl.float32)[None, :]
+    s2 = tl.load(sin + HALF + offset, i < HALF, other=0.0).to(tl.float32)[None, :]
     return c1, c2, s1, s2
 
 
@@ -63,11 +63,11 @@ def _rope_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)
     inside = (head < TURNED)[:, None] & (i < HALF)[None, :]
-    at = qkv + row * stride + (head[:, None] * (2 * HALF) + i[None, :])
-    x1 = tl.load(at, inside, other=0.0).to(tl.float32)
-    x2 = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
-    tl.store(at, (x1 * c1 - x2 * s1).to(qkv.dtype.element_ty), inside)
-    tl.store(at + HALF, (x2 * c2 + x1 * s2).to(qkv.dtype.element_ty), inside)
+    pair = qkv + row * stride + (head[:, None] * (2 * HALF) + i[None, :])
+    x1 = tl.load(pair, inside, other=0.0).to(tl.float32)
+    x2 = tl.load(pair + HALF, inside, other=0.0).to(tl.float32)
+    tl.store(pair, (x1 * c1 - x2 * s1).to(qkv.dtype.element_ty), inside)
+    tl.store(pair + HALF, (x2 * c2 + x1 * s2).to(qkv.dtype.element_ty), inside)
 
 
 def rope_qkv_(
@@ -134,20 +134,20 @@ def _turn_back(
     head = first + tl.arange(0, HEADS)
     i = tl.arange(0, BLOCK)
     inside = (head < COUNT)[:, None] & (i < HALF)[None, :]
-    at = d + head.to(tl.int64)[:, None] * head_stride + i[None, :]
-    d1 = tl.load(at, inside, other=0.0).to(tl.float32)
-    d2 = tl.load(at + HALF, inside, other=0.0).to(tl.float32)
+    source = d + head.to(tl.int64)[:, None] * head_stride + i[None, :]
+    d1 = tl.load(source, inside, other=0.0).to(tl.float32)
+    d2 = tl.load(source + HALF, inside, other=0.0).to(tl.float32)
     if TURN:
         x1 = d1 * c1 + d2 * s2
         x2 = d2 * c2 - d1 * s1
     else:
         x1 = d1
         x2 = d2
-    at = head[:, None] * (2 * HALF) + i[None, :]
+    offset = head[:, None] * (2 * HALF) + i[None, :]
     n1 = narrowed(x1 * factor, to.dtype.element_ty, NATIVE)
     n2 = narrowed(x2 * factor, to.dtype.element_ty, NATIVE)
-    tl.store(to + at, n1, inside)
-    tl.store(to + at + HALF, n2, inside)
+    tl.store(to + offset, n1, inside)
+    tl.store(to + offset + HALF, n2, inside)
     if IN_BLOCKS:
         x1 = n1.to(tl.float32)
         x2 = n2.to(tl.float32)
@@ -167,8 +167,8 @@ def _turn_back(
             scale2 = scale1
             block = first // TOGETHER + tl.arange(0, HEADS // TOGETHER)
             tl.store(scale_inv + block * M, inverse, block < COUNT // TOGETHER)
-        tl.store(to8 + at, encode(x1 * scale1[:, None], E5M2, NATIVE), inside)
-        tl.store(to8 + at + HALF, encode(x2 * scale2[:, None], E5M2, NATIVE), inside)
+        tl.store(to8 + offset, encode(x1 * scale1[:, None], E5M2, NATIVE), inside)
+        tl.store(to8 + offset + HALF, encode(x2 * scale2[:, None], E5M2, NATIVE), inside)
 
 
 @triton.jit(do_not_specialize=["M", "T", "T_angles"])
@@ -210,7 +210,7 @@ def _rope_backward_kernel(
     token = tl.cast(tl.program_id(0) % T, tl.int64)
     c1, c2, s1, s2 = _angles(cos, sin, tl.program_id(0) % T_angles, HALF, BLOCK)
     row = tl.program_id(0).to(tl.int64)
-    at = row * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF)
+    offset = row * ((Q_HEADS + 2 * KV_HEADS) * 2 * HALF)
     M_wide = tl.cast(M, tl.int64)
     scaled = scale_inv + row
     q_blocks: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -221,27 +221,27 @@ def _rope_backward_kernel(
         m = tl.load(multiplier)
         first = block * HEADS
         _turn_back(
-            dqkv + at, d, q_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            dqkv + offset, d, q_head, first, m, c1, c2, s1, s2, d8 + offset, scaled, M_wide,
             Q_HEADS, True, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
         )  # fmt: skip
     elif block < q_blocks + kv_blocks:
         d = dk + batch * k_batch + token * k_token
         m = tl.load(multiplier + 1)
-        at += Q_HEADS * 2 * HALF
+        offset += Q_HEADS * 2 * HALF
         scaled += Q_HEADS * 2 * HALF // _SCALED * M_wide
         first = (block - q_blocks) * HEADS
         _turn_back(
-            dqkv + at, d, k_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            dqkv + offset, d, k_head, first, m, c1, c2, s1, s2, d8 + offset, scaled, M_wide,
             KV_HEADS, True, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
         )  # fmt: skip
     else:
         d = dv + batch * v_batch + token * v_token
         m = tl.load(multiplier + 2)
-        at += (Q_HEADS + KV_HEADS) * 2 * HALF
+        offset += (Q_HEADS + KV_HEADS) * 2 * HALF
         scaled += (Q_HEADS + KV_HEADS) * 2 * HALF // _SCALED * M_wide
         first = (block - q_blocks - kv_blocks) * HEADS
         _turn_back(
-            dqkv + at, d, v_head, first, m, c1, c2, s1, s2, d8 + at, scaled, M_wide,
+            dqkv + offset, d, v_head, first, m, c1, c2, s1, s2, d8 + offset, scaled, M_wide,
             KV_HEADS, False, HALF, BLOCK, HEADS, IN_BLOCKS, POWER_OF_TWO, E5M2, FP8_MAX, NATIVE,
         )  # fmt: skip
 

@@ -56,8 +56,8 @@ def _down_kernel(
         c = column + tl.arange(0, COLUMNS)
         there = c < C
         value = tl.load(wide + m[:, None] * C + c[None, :], there[None, :], other=0.0)
-        at = c.to(tl.int64)[:, None] * STRIDE_C + rank[None, :] * STRIDE_R
-        f = tl.load(F + at, there[:, None] & ranked[None, :], other=0.0)
+        offset = c.to(tl.int64)[:, None] * STRIDE_C + rank[None, :] * STRIDE_R
+        f = tl.load(F + offset, there[:, None] & ranked[None, :], other=0.0)
         total = tl.dot(value, f.to(value.dtype), total)
     to = (tl.program_id(1).to(tl.int64) * M + m)[:, None] * R + rank[None, :]
     tl.store(partial + to, total, ranked[None, :])
@@ -95,21 +95,21 @@ def _outer_kernel(
         within = row + tl.arange(0, ROWS)
         inside = (within < end)[:, None]
         m = (segment * T + within).to(tl.int64)
-        given = tl.load(
+        narrow_rows = tl.load(
             narrow + m[:, None] * R + rank[None, :], inside & ranked[None, :], other=0.0
         )
         value = tl.load(wide + m[:, None] * C + c[None, :], inside & there[None, :], other=0)
         if FP8:
-            value = decode_e4m3(value, NATIVE).to(given.dtype)
-        total = tl.dot(tl.trans(given), value.to(given.dtype), total)
+            value = decode_e4m3(value, NATIVE).to(narrow_rows.dtype)
+        total = tl.dot(tl.trans(narrow_rows), value.to(narrow_rows.dtype), total)
     base = (part * tl.num_programs(1) + segment).to(tl.int64) * R * C
-    at = c.to(tl.int64)[None, :] * STRIDE_C + rank[:, None] * STRIDE_R
+    offset = c.to(tl.int64)[None, :] * STRIDE_C + rank[:, None] * STRIDE_R
     if WHOLE:
         total *= alpha
         if FP8:
             total *= tl.load(scale_inv)
     total = total.to(partial.dtype.element_ty)
-    tl.store(partial + base + at, total, ranked[:, None] & there[None, :])
+    tl.store(partial + base + offset, total, ranked[:, None] & there[None, :])
 
 
 @triton.jit
@@ -126,10 +126,10 @@ def _sum_kernel(
     i = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
     there = i < N
     total = tl.zeros((ELEMENTS,), tl.float32)
-    at = partial + i
+    pointer = partial + i
     for _ in tl.range(0, PARTS):
-        total += tl.load(at, there, other=0.0)
-        at += N
+        total += tl.load(pointer, there, other=0.0)
+        pointer += N
     total *= alpha
     if SCALED:
         total *= tl.load(scale_inv)

@@ -23,26 +23,26 @@ def _sum_rows_kernel(  # type: ignore[no-untyped-def]
     out, p0, p1, p2, p3, p4, p5, p6, p7, added, count,
     PARTS: tl.constexpr, ADDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    total = tl.load(p0 + at, inside, other=0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < count
+    total = tl.load(p0 + offset, inside, other=0).to(tl.float32)
     if PARTS > 1:
-        total += tl.load(p1 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p1 + offset, inside, other=0).to(tl.float32)
     if PARTS > 2:
-        total += tl.load(p2 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p2 + offset, inside, other=0).to(tl.float32)
     if PARTS > 3:
-        total += tl.load(p3 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p3 + offset, inside, other=0).to(tl.float32)
     if PARTS > 4:
-        total += tl.load(p4 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p4 + offset, inside, other=0).to(tl.float32)
     if PARTS > 5:
-        total += tl.load(p5 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p5 + offset, inside, other=0).to(tl.float32)
     if PARTS > 6:
-        total += tl.load(p6 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p6 + offset, inside, other=0).to(tl.float32)
     if PARTS > 7:
-        total += tl.load(p7 + at, inside, other=0).to(tl.float32)
+        total += tl.load(p7 + offset, inside, other=0).to(tl.float32)
     if ADDS:
-        total += tl.load(added + at, inside, other=0).to(tl.float32)
-    tl.store(out + at, total.to(out.dtype.element_ty), inside)
+        total += tl.load(added + offset, inside, other=0).to(tl.float32)
+    tl.store(out + offset, total.to(out.dtype.element_ty), inside)
 
 
 def sum_rows(parts: Sequence[Tensor], added: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels behind ops/swiglu.py: one read, one write, element by element.
 
-A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of those that share a scale. A
-program takes every so many-th tile and keeps its amax until the end, so that few atomics meet at one address.
+A tile is BLOCK columns of one row; where gate_up is read as bytes or packed, a multiple of the columns that share a
+scale. Of n programs, each takes every n-th tile and keeps its amax until the end: few atomics meet at one address.
 
 Where blocks of 128 columns get scales, a thread has many numbers of one block, and finds one scale for all of them
 (`quantize.columns_in_blocks`). A quotient, its inverse and what they need are some 40 instructions.
@@ -141,12 +141,12 @@ def _swiglu_kernel(
         column = tile % blocks * BLOCK + of_tile
         inside = column < F
         narrow = row * F + column
-        at = row * (2 * F) + column
+        offset = row * (2 * F) + column
         if IN_BLOCKS:  # so that bytes are stored by the threads that loaded their numbers
             narrow = tl.max_contiguous(narrow, [1, VECTOR])
-            at = tl.max_contiguous(at, [1, VECTOR])
-        gate_in = tl.load(gate_up + at, inside, other=0)
-        up_in = tl.load(gate_up + F + at, inside, other=0)
+            offset = tl.max_contiguous(offset, [1, VECTOR])
+        gate_in = tl.load(gate_up + offset, inside, other=0)
+        up_in = tl.load(gate_up + F + offset, inside, other=0)
         if IN_BLOCKS:
             first_scaled = tile % blocks * (BLOCK // _SCALED)
             more_scaled = scaled - first_scaled
@@ -175,22 +175,22 @@ def _swiglu_kernel(
             if QUANTIZE:
                 most = magnitude(magnitude(most, a), b)
             if KEEP:
-                tl.store(out + at, a, inside)
-                tl.store(out + F + at, b, inside)
+                tl.store(out + offset, a, inside)
+                tl.store(out + F + offset, b, inside)
             if QUANTIZE and not MEASURE:
-                at = tl.max_contiguous(at, VECTOR)
-                tl.store(out8 + at, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
-                tl.store(out8 + F + at, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
+                offset = tl.max_contiguous(offset, VECTOR)
+                tl.store(out8 + offset, encode(a.to(tl.float32) * scale, E5M2, NATIVE), inside)
+                tl.store(out8 + F + offset, encode(b.to(tl.float32) * scale, E5M2, NATIVE), inside)
             if IN_BLOCKS:  # F is a multiple of 128
                 a8 = encode_in_blocks(
                     a.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
-                tl.store(out8 + at, a8, inside)
+                tl.store(out8 + offset, a8, inside)
                 scaled_at += scaled * M_wide
                 b8 = encode_in_blocks(
                     b.to(tl.float32), scaled_at, M_wide, more_scaled, E5M2, NATIVE, FP8_MAX, POWER_OF_TWO
                 )  # fmt: skip
-                tl.store(out8 + F + at, b8, inside)
+                tl.store(out8 + F + offset, b8, inside)
         else:
             act = narrowed(silu * up, DTYPE, NATIVE)
             if QUANTIZE:
@@ -207,13 +207,13 @@ def _swiglu_kernel(
                 tl.store(out8 + narrow, act8, inside)
             if PACK:
                 if not IN_BLOCKS:
-                    at = tl.max_contiguous(at, VECTOR)
+                    offset = tl.max_contiguous(offset, VECTOR)
                 fit = _scale_of_both(gate, up, FP8_MAX, BLOCK, PACKED)
                 inverse = tl.div_rn(tl.full((), 1.0, tl.float32), fit)
                 tl.store(packed_scale_inv + scale_at, inverse, scale_inside)
                 factor = _for_columns(fit, gate, IN_BLOCKS, PACKED)
-                tl.store(packed + at, encode(gate * factor, False, NATIVE), inside)
-                tl.store(packed + F + at, encode(up * factor, False, NATIVE), inside)
+                tl.store(packed + offset, encode(gate * factor, False, NATIVE), inside)
+                tl.store(packed + F + offset, encode(up * factor, False, NATIVE), inside)
     leave_amax(most, kept, state, partials, amax_at, MEASURE, DELAYED)
 
 

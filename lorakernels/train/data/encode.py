@@ -2,8 +2,8 @@
 """Turn examples into token ids, and say which of them are trained.
 
     plain text   [BOS] text [EOS]                  all tokens
-    completion   [BOS] prompt completion [EOS]     those of the completion, and EOS
-    chat         as the chat template writes it    those of the assistant's messages
+    completion   [BOS] prompt completion [EOS]     the completion's tokens, and EOS
+    chat         as the chat template writes it    the tokens of the assistant's messages
 
 BOS and EOS are not added where the text brings its own. A chat template that marks what the assistant generates
 ({% generation %}) says itself which tokens are trained. Otherwise a message begins where the template ends when it
@@ -61,7 +61,7 @@ class Tokens:
 
     Attributes:
         tokenizer: of transformers.
-        train_on_inputs: train every token, also those of prompts and of other speakers.
+        train_on_inputs: train every token, including prompts and other speakers.
     """
 
     tokenizer: Any
@@ -72,7 +72,7 @@ class Tokens:
     ) -> Iterator[Encoded | RowError]:
         """The tokens of each example, and an error in the place of an example that the template refuses.
 
-        ``read`` is told how much of a text that stands alone, as a file may be one, has become tokens, from 0 to 1.
+        ``read`` reports progress within one long text, from 0 to 1, since a file may be a single text.
 
         Raises:
             DataError: the tokenizer lacks what the examples need.
@@ -87,10 +87,10 @@ class Tokens:
         if isinstance(batch[0], Text):
             yield from self._texts([e.text for e in batch if isinstance(e, Text)], read)
             return
-        found = [self._write(example) for example in batch]
-        encoded = self._written([each for each in found if isinstance(each, _Written)])
-        for each in found:
-            yield next(encoded) if isinstance(each, _Written) else each
+        written = [self._write(example) for example in batch]
+        encoded = self._written([one for one in written if isinstance(one, _Written)])
+        for one in written:
+            yield next(encoded) if isinstance(one, _Written) else one
 
     def _texts(
         self, texts: Sequence[str], read: Callable[[float], None] | None
@@ -148,16 +148,16 @@ class Tokens:
                 f"{type(self.tokenizer).__name__} does not tell which characters a token stands for, so the loss "
                 "cannot cover answers only: use a tokenizer with a tokenizer.json, or --train-on-inputs"
             )
-        found = self.tokenizer(
-            [each.text for each in texts],
+        tokenized = self.tokenizer(
+            [text.text for text in texts],
             add_special_tokens=False,
             return_offsets_mapping=masked,
             verbose=False,
         )
-        for number, each in enumerate(texts):
-            ids = list(found["input_ids"][number])
-            trained = _within(found["offset_mapping"][number], each.trained) if masked else None
-            head, tail = self._ends(ids) if each.ends else ([], [])
+        for number, text in enumerate(texts):
+            ids = list(tokenized["input_ids"][number])
+            trained = _within(tokenized["offset_mapping"][number], text.trained) if masked else None
+            head, tail = self._ends(ids) if text.ends else ([], [])
             if trained is not None:
                 trained = np.concatenate(
                     [np.zeros(len(head), bool), trained, np.ones(len(tail), bool)]
@@ -184,7 +184,7 @@ def _within(offsets: Sequence[Range], ranges: Sequence[Range]) -> Mask:
 
 
 def _common(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """What two lists of ranges have in common."""
+    """The intersection of two lists of ranges."""
     pairs = ((max(a, c), min(b, d)) for a, b in some for c, d in others)
     return [(start, stop) for start, stop in pairs if start < stop]
 
@@ -205,7 +205,7 @@ def _shared(text: str, other: str) -> int:
 
 
 def _core(message: dict[str, Any]) -> str:
-    """What of a message every template keeps: its content without thoughts, or the name of its tool."""
+    """The part of a message that every template keeps: its content without thoughts, or the name of its tool."""
     content = str(message.get("content") or "").rpartition("</think>")[2].strip()
     calls = message.get("tool_calls")
     return content or (str(calls[0]["function"]["name"]) if calls else "")
@@ -306,9 +306,9 @@ class Renderer:
         messages, fields = self.chat.messages, self.chat.fields
         messages = [*messages[:number], {"role": "user", "content": "?"}, *messages[number:]]
         fields = (*fields[:number], "a question", *fields[number:])
-        asked = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
-        text = asked.text()
-        start, stop = asked._range(text, number + 1)
+        renderer = Renderer(self.tokenizer, replace(self.chat, messages=messages, fields=fields))
+        text = renderer.text()
+        start, stop = renderer._range(text, number + 1)
         if not full.endswith(text[start:]):
             raise RowError(
                 f'{self.chat.where}: no question precedes "{fields[number + 1]}", and the chat template writes it '
@@ -320,9 +320,9 @@ class Renderer:
 
     def _start(self, full: str, number: int) -> int:
         """Some templates ask with more than they keep of an answer, such as an opened tag for its thoughts."""
-        asked = self.text(number, ask=True)
-        if full.startswith(asked):
-            return len(asked)
+        prompt = self.text(number, ask=True)
+        if full.startswith(prompt):
+            return len(prompt)
         before = self.text(number)
         if not full.startswith(before):
             raise self._changes(number)
@@ -330,10 +330,10 @@ class Renderer:
         messages = list(self.chat.messages)
         messages[number] = {**messages[number], "content": "?"}
         other = Renderer(self.tokenizer, replace(self.chat, messages=messages)).text()
-        return min(_shared(full, asked), _shared(other, asked))
+        return min(_shared(full, prompt), _shared(other, prompt))
 
     def _stop(self, full: str, number: int, start: int) -> int:
-        """Where message `number` ends in `full`. Some templates write EOS after the last message only."""
+        """The end of message `number` in `full`. Some templates write EOS after the last message only."""
         after = self.text(number + 1)
         for written in (after, after.removesuffix(self.tokenizer.eos_token or "")):
             if full.startswith(written):
@@ -345,11 +345,11 @@ class Renderer:
     def _kept(self, rest: str, answer: str, number: int) -> int:
         """How much of `answer` is left where `rest` begins, in a template that drops the thoughts of earlier ones."""
         core = _core(self.chat.messages[number])
-        at = answer.find(rest[:4])
-        while at >= 0 and core in answer[at:]:
-            if rest.startswith(answer[at:]):
-                return len(answer) - at
-            at = answer.find(rest[:4], at + 1)
+        start = answer.find(rest[:4])
+        while start >= 0 and core in answer[start:]:
+            if rest.startswith(answer[start:]):
+                return len(answer) - start
+            start = answer.find(rest[:4], start + 1)
         raise self._changes(number)
 
     def _changes(self, number: int) -> RowError:

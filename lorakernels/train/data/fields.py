@@ -17,9 +17,9 @@ def is_empty(value: Any) -> bool:
 
 
 @lru_cache(1024)  # rows have the same names again and again
-def did_you_mean(name: str, known: tuple[str, ...], cutoff: float = 0.8) -> str:
+def did_you_mean(name: str, names: tuple[str, ...], cutoff: float = 0.8) -> str:
     """The nearest of the known names, as a question in brackets. Empty if none is near."""
-    near = difflib.get_close_matches(name.lower(), known, 1, cutoff)
+    near = difflib.get_close_matches(name.lower(), names, 1, cutoff)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row means: a text, a prompt with its completion, or a chat.
+"""The meaning of a row: a text, a prompt with its completion, or a chat.
 
     {"messages": [{"role", "content"}, …], "tools"}  a chat, as OpenAI and TRL write it
     {"conversations": [{"from", "value"}, …]}        a chat, as ShareGPT writes it
@@ -46,7 +46,7 @@ ALPACA_INPUT = (
 
 @dataclass(frozen=True)
 class Text:
-    """A document, of which every token is trained."""
+    """A document. Every token is trained."""
 
     where: str
     text: str
@@ -104,36 +104,36 @@ def find_format(row: Row) -> Format:
     if not isinstance(row.value, dict):
         wanted = 'an object, such as {"messages": [...]} or {"text": "..."}'
         raise RowError(f"{row.where}: expected {wanted}, found {kind_name(row.value)}")
-    for known in FORMATS:
-        if all(key in row.value for key in known.keys):
-            return known
-    wanted = "; ".join(" and ".join(f'"{key}"' for key in known.keys) for known in FORMATS)
+    for candidate in FORMATS:
+        if all(key in row.value for key in candidate.keys):
+            return candidate
+    wanted = "; ".join(" and ".join(f'"{key}"' for key in candidate.keys) for candidate in FORMATS)
     raise RowError(
         f"{row.where}: found only the fields {sorted(map(str, row.value))[:8]}, expected one of: {wanted}"
     )
 
 
-def example_of(row: Row, known: Format, template: bool) -> Example:
+def example_of(row: Row, form: Format, template: bool) -> Example:
     """The example that a row of this format is.
 
     Raises:
         RowError: the row lacks a field of the format, or a field is of another kind.
     """
     if not isinstance(row.value, dict):
-        wanted = f'an object with "{known.keys[0]}"'
+        wanted = f'an object with "{form.keys[0]}"'
         raise RowError(f"{row.where}: expected {wanted}, found {kind_name(row.value)}")
-    for key in known.keys:
+    for key in form.keys:
         if key not in row.value:
             raise RowError(
                 f'{row.where}: the field "{key}" is missing, which the first row of the file has; '
                 f"found {sorted(map(str, row.value))[:8]}"
             )
-    return known.make(row, template)
+    return form.make(row, template)
 
 
-def unread(row: Row, known: Format, example: Example) -> list[str]:
-    """The fields of a row, not empty, of which nothing is in the example."""
-    read = (*known.keys, *known.more, *(CHAT_FIELDS if isinstance(example, Chat) else ()))
+def unread(row: Row, form: Format, example: Example) -> list[str]:
+    """The non-empty fields of a row that the example does not use."""
+    read = (*form.keys, *form.more, *(CHAT_FIELDS if isinstance(example, Chat) else ()))
     left = (key for key, value in row.value.items() if key not in read and not is_empty(value))
     absent = tuple(key for key in read if key not in row.value)
     return [f"{key or repr(key)}{did_you_mean(str(key), absent)}" for key in left]
@@ -219,8 +219,8 @@ def _instruction(row: Row, template: bool) -> Completion | Chat:
     answer = string_of(row, value["output"], "output")
     history = list_of(row, value["history"], "history") if value.get("history") else []
     if not template:
-        given = {"system": value.get("system"), "tools": value.get("tools"), "history": history}
-        if lost := [key for key, content in given.items() if content]:
+        extras = {"system": value.get("system"), "tools": value.get("tools"), "history": history}
+        if lost := [key for key, content in extras.items() if content]:
             raise RowError(
                 f'{row.where}: "{lost[0]}" has no place in the Alpaca prompt, which instructions get as the model\'s '
                 "tokenizer has no chat template: give one with --chat-template FILE"
@@ -228,9 +228,9 @@ def _instruction(row: Row, template: bool) -> Completion | Chat:
         form = ALPACA_INPUT if more else ALPACA
         return Completion(row.where, form.format(instruction=question, input=more), answer)
     before = [turn for i, pair in enumerate(history) for turn in _pair(row, pair, i)]
-    asked = f"{question}\n{more}" if more else question
+    request = f"{question}\n{more}" if more else question
     fields = [f"history[{i // 2}]" for i in range(len(before))]
-    return _chat(row, [*before, *_turns(asked, answer)], [*fields, "instruction", "output"])
+    return _chat(row, [*before, *_turns(request, answer)], [*fields, "instruction", "output"])
 
 
 def _pair(row: Row, pair: Any, number: int) -> list[dict[str, Any]]:

@@ -59,19 +59,19 @@ def _message(row: Row, message: Any, field: str) -> dict[str, Any]:
             f'{row.where}: expected a message under "{field}", found {kind_name(message)}'
         )
     spoken = "from" in message and "role" not in message  # ShareGPT's form
-    said_by, text, known = ("from", "value", SPEAKERS) if spoken else ("role", "content", ROLES)
+    said_by, text, roles = ("from", "value", SPEAKERS) if spoken else ("role", "content", ROLES)
     if spoken and "content" in message:
         raise RowError(f'{row.where}: "{field}" has "from", so expected "value", found "content"')
     speaker = string_of(row, message.get(said_by), f"{field}.{said_by}")
-    if speaker not in known:
+    if speaker not in roles:
         raise RowError(
-            f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(known)}'
-            f"{did_you_mean(speaker, tuple(known), 0.6)}"
+            f'{row.where}: "{field}.{said_by}" is {speaker!r}, expected one of {", ".join(roles)}'
+            f"{did_you_mean(speaker, tuple(roles), 0.6)}"
         )
     made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
     if spoken:
         made = {{"from": "role", "value": "content"}.get(k, k): made[k] for k in made}
-    made["role"] = known[speaker]
+    made["role"] = roles[speaker]
     _check_trained(row, made, field)
     if speaker == "function_call":
         made["tool_calls"] = [made.pop("content", None)]
@@ -89,10 +89,10 @@ def _check_trained(row: Row, message: Mapping[str, Any], field: str) -> None:
         if key in message and message[key] not in values:
             wanted = " or ".join(map(str, values)).lower()
             raise RowError(f'{row.where}: "{field}.{key}" is {message[key]!r}, expected {wanted}')
-    asked = [key for key in ("train", "loss") if message.get(key)]
-    if asked and message["role"] != ASSISTANT:
+    flags = [key for key in ("train", "loss") if message.get(key)]
+    if flags and message["role"] != ASSISTANT:
         raise RowError(
-            f'{row.where}: "{field}.{asked[0]}" is true of a message of role {message["role"]}, and the loss covers '
+            f'{row.where}: "{field}.{flags[0]}" is true of a message of role {message["role"]}, and the loss covers '
             "those of the assistant: leave it out"
         )
 
@@ -109,8 +109,8 @@ def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
         parts = (
             ((call, _CALL), (function, _FUNCTION)) if "function" in call else ((call, _FUNCTION),)
         )
-        for part, known in parts:
-            if others := [key for key in part if key not in known and part[key] is not None]:
+        for part, allowed in parts:
+            if others := [key for key in part if key not in allowed and part[key] is not None]:
                 raise TypeError(f"found {others[0]!r} beside it")
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         wanted = 'an object with "name" and "arguments"'
@@ -120,14 +120,14 @@ def _call(row: Row, call: Any, field: str) -> dict[str, Any]:
 
 
 def _content(row: Row, content: Any, field: str) -> str:
-    """Text, or a list of parts, of which each is text."""
+    """Text, or a list of text parts."""
     if not isinstance(content, list):
         return string_of(row, content, field)
     for part in content:
         if not isinstance(part, dict) or part.get("type", "text") != "text":
-            found = part.get("type") if isinstance(part, dict) else kind_name(part)
+            kind = part.get("type") if isinstance(part, dict) else kind_name(part)
             raise RowError(
-                f'{row.where}: "{field}" holds a part of kind {found!r}, only text is trained'
+                f'{row.where}: "{field}" holds a part of kind {kind!r}, only text is trained'
             )
         if others := [
             key for key in part if key not in ("type", "text") and not is_empty(part[key])

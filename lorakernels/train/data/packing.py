@@ -32,7 +32,7 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """Rows of packed documents.
 
     Attributes:
@@ -51,17 +51,17 @@ class Batch:
     starts: Tensor | None = None
     longest: int | None = None
 
-    def checked(self) -> Batch:
+    def checked(self) -> PackedBatch:
         """This batch, on the host.
 
         Raises:
             ValueError: a document has more than `longest` tokens.
         """
         if self.starts is not None and self.longest is not None:
-            found = int(self.starts.diff().max())
-            if found > self.longest:
+            most = int(self.starts.diff().max())
+            if most > self.longest:
                 raise ValueError(
-                    f"longest must be at least the tokens of each document, found {self.longest} for one of {found}"
+                    f"longest must be at least the tokens of each document, found {self.longest} for one of {most}"
                 )
         return self
 
@@ -70,19 +70,19 @@ class Batch:
         return self.input_ids, self.labels, self.positions, self.segments, self.starts
 
     @classmethod
-    def of(cls, tensors: Sequence[Tensor | None], longest: int | None = None) -> Batch:
+    def of(cls, tensors: Sequence[Tensor | None], longest: int | None = None) -> PackedBatch:
         """The reverse of ``tensors()``. ``targets`` is unknown and becomes -1."""
         input_ids, labels, positions, segments, starts = tensors
         return cls(input_ids, labels, positions, segments, -1, starts, longest)  # type: ignore[arg-type]
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> PackedBatch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pin(self) -> Batch:
+    def pin(self) -> PackedBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        return Batch(
+    def _map(self, change: Callable[[Tensor], Tensor]) -> PackedBatch:
+        return PackedBatch(
             change(self.input_ids),
             change(self.labels),
             change(self.positions),
@@ -115,15 +115,15 @@ def pack(lengths: Sequence[int] | Ints, seq_len: int) -> list[list[int]]:
     rooms: list[int] = []  # the keys of with_room, sorted
     for piece in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = int(lengths[piece])
-        at = bisect.bisect_left(rooms, length)
-        if at == len(rooms):
+        index = bisect.bisect_left(rooms, length)
+        if index == len(rooms):
             row, room = len(rows), seq_len
             rows.append([])
         else:
-            room = rooms[at]
+            room = rooms[index]
             row = with_room[room].pop()
             if not with_room[room]:
-                del with_room[room], rooms[at]
+                del with_room[room], rooms[index]
         rows[row].append(piece)
         left = room - length
         if left not in with_room:
@@ -140,7 +140,7 @@ def longest_of(lengths: Ints, seq_len: int) -> int:
 
 
 class PackedRows:
-    """Packed rows of documents. `batch` turns row numbers into a Batch.
+    """Packed rows of documents. `batch` turns row numbers into a PackedBatch.
 
     Attributes:
         tokens: ids of all documents.
@@ -202,7 +202,7 @@ class PackedRows:
         """Labels of one row that are trained."""
         return int(self._labels[self.rows[number]].sum())
 
-    def batch(self, numbers: Sequence[int]) -> Batch:
+    def batch(self, numbers: Sequence[int]) -> PackedBatch:
         shape = (len(numbers), self.seq_len)
         input_ids = np.full(shape, self.pad_token, dtype=np.int64)
         labels = np.full(shape, IGNORE, dtype=np.int64)
@@ -211,22 +211,22 @@ class PackedRows:
         starts = np.full(len(numbers) * self.most + 1, input_ids.size, dtype=np.int32)
         sequences = 0
         for i, number in enumerate(numbers):
-            at = 0
+            filled = 0
             for segment, piece in enumerate(self.rows[number]):
                 start, length = int(self.starts[piece]), int(self.lengths[piece])
                 window = self.tokens[start : start + length + 1]
-                place = slice(at, at + length)
+                place = slice(filled, filled + length)
                 input_ids[i, place], labels[i, place] = window[:-1], window[1:]
                 if self.trained is not None:
                     untrained = self.trained[start + 1 : start + length + 1] == 0
                     labels[i, place][untrained] = IGNORE
                 positions[i, place], segments[i, place] = np.arange(length), segment
-                starts[sequences], sequences = i * self.seq_len + at, sequences + 1
-                at += length
-            for padding in range(at, self.seq_len, self.longest):
+                starts[sequences], sequences = i * self.seq_len + filled, sequences + 1
+                filled += length
+            for padding in range(filled, self.seq_len, self.longest):
                 starts[sequences], sequences = i * self.seq_len + padding, sequences + 1
         targets = int((labels != IGNORE).sum())
-        return Batch(
+        return PackedBatch(
             torch.from_numpy(input_ids),
             torch.from_numpy(labels),
             torch.from_numpy(positions),
@@ -253,13 +253,13 @@ class RowOrder:
 
     def take_to(self, position: int, count: int) -> tuple[list[int], int]:
         """`count` rows from `position` on, and the position after them."""
-        found: list[int] = []
-        while len(found) < count:
+        rows: list[int] = []
+        while len(rows) < count:
             row = self._at(position)
             position += 1
             if row not in self.left_out:
-                found.append(row)
-        return found, position
+                rows.append(row)
+        return rows, position
 
     def _at(self, place: int) -> int:
         epoch, index = divmod(place, self.rows)

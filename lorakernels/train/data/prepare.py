@@ -19,7 +19,7 @@ from lorakernels.train.data.tokens import Rules, Spans, TokenFile, tokenize_file
 from lorakernels.train.errors import DataError, OptionError
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Phase
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def load_data(
     tokenizer: Any,
     cache: Path,
     say: Say,
-    ranks: Ranks,
+    ranks: RunRanks,
     phase: Callable[[str], Phase] = Phase,
 ) -> RunData:
     """Tokenize the data of a run, or find its tokens in the cache, and pack them. Rank 0 writes, and shows a phase.
@@ -94,31 +94,30 @@ def load_data(
     return RunData(train_rows, held_rows, identity, files)
 
 
-def check_rows(data: RunData, ranks: Ranks) -> None:
+def check_rows(data: RunData, ranks: RunRanks) -> None:
     """Collective: refuse data that differ between the ranks, such as of two machines with other files.
 
     Raises:
-        DataError: the tokens, a number of rows, or what attention is told of the longest document, are not those of
-            the first rank.
+        DataError: a rank's tokens, number of rows or longest document differ from the first rank's.
     """
-    found: dict[str, object] = {**data.identity}
+    facts: dict[str, object] = {**data.identity}
     for kind, rows in (("training", data.train), ("held-out", data.held)):
-        found |= {f"{kind} sequences": len(rows), f"{kind} longest document": rows.longest}
-    first = ranks.from_first(found)
+        facts |= {f"{kind} sequences": len(rows), f"{kind} longest document": rows.longest}
+    first = ranks.from_first(facts)
 
     def check() -> None:
-        for name in {**first, **found}:
-            own, other = found.get(name), first.get(name)
-            if own != other:
+        for name in {**first, **facts}:
+            here, there = facts.get(name), first.get(name)
+            if here != there:
                 raise DataError(
-                    f"data: all ranks must have the same rows, found {name} {own}, on rank 0 {other}"
+                    f"data: all ranks must have the same rows, found {name} {here}, on rank 0 {there}"
                 )
 
     ranks.together(check)
 
 
 def about_files(file: TokenFile) -> list[str]:
-    """A sentence for each file whose rows are not plain text, or of which rows were left out."""
+    """A sentence for each file that has rows other than plain text, or from which rows were left out."""
     lines = list(file.notes)
     for one in file.files:
         if one.format != PLAIN:

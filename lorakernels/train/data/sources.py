@@ -63,7 +63,7 @@ Rows = Iterator[Row | RowError]
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One file, or one folder of the datasets library. ``entry`` is the place in --data that brought it."""
 
     entry: int
@@ -78,18 +78,18 @@ def kind_of(path: Path) -> str:
 
 
 def _suffix(path: Path) -> str:
-    """The last suffix of a file's name, in small letters and without that of its compression."""
+    """The last suffix of a file's name, in small letters. A suffix for compression does not count."""
     suffixes = ["", *(suffix.lower() for suffix in path.suffixes)]
     return suffixes[-2] if suffixes[-1] in COMPRESSED else suffixes[-1]
 
 
-def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
-    """The files that the entries of --data mean, and sentences about what was left out.
+def find_sources(paths: Sequence[Path]) -> tuple[list[DataSource], list[str]]:
+    """The files that the entries of --data stand for, and sentences about files that were left out.
 
     Raises:
         DataError: a file is missing, empty, or of a kind that cannot be read.
     """
-    found: list[Source] = []
+    sources: list[DataSource] = []
     notes: list[str] = []
     for entry, path in enumerate(paths):
         if path.is_dir() and not (path / ON_DISK).is_file():
@@ -101,29 +101,29 @@ def find_sources(paths: Sequence[Path]) -> tuple[list[Source], list[str]]:
                 notes.append(f"{path}: read as plain text, one document, by its name")
         for file in files:
             check_kind(file)
-        found.extend(Source(entry, file) for file in files)
-    return found, notes
+        sources.extend(DataSource(entry, file) for file in files)
+    return sources, notes
 
 
 def held_entries(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The entries of --eval-data, and sentences about training data that lie beside held-out data and are left out.
+    """The entries of --eval-data, and sentences about training data in the same folders, which is left out.
 
-    An entry that holds both stands for its held-out data alone, the reverse of what an entry of --data stands for.
+    If a folder has training and held-out splits, --eval-data reads the held-out split and --data the training split.
 
     Raises:
         DataError: a folder has several splits of held-out data.
     """
-    found: list[Path] = []
+    entries: list[Path] = []
     notes: list[str] = []
     for path in paths:
         held = _held_in(path)
-        found += held or [path]
+        entries += held or [path]
         notes += [f"{path}: evaluated on {', '.join(p.name for p in held)} alone"] if held else []
-    return found, notes
+    return entries, notes
 
 
 def _held_in(path: Path) -> list[Path]:
-    """What of an entry is held-out data by its name, if it has training data, too."""
+    """The parts of an entry that are held-out data by their names, if it has training data, too."""
     if (path / SPLITS).is_file():
         inside = [path / name for name in _splits(path)]
     else:
@@ -211,7 +211,7 @@ def check_kind(path: Path) -> None:
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of one file, in their order, and errors in the place of those that cannot be read."""
+    """The rows of one file, in their order. A row that cannot be read is replaced by an error."""
     return _READERS[kind_of(path)](path)
 
 
@@ -322,24 +322,24 @@ def _elements(file: _Text, start: int) -> Generator[Row | RowError, None, int]:
         if text[start : start + 1] == ",":
             start = _skip(text, start + 1)
         elif text[start : start + 1] != "]":
-            found = repr(text[start]) if start < len(text) else "the end of the file"
-            yield _broken(where, f"expected a comma or ] after this value, found {found}")
+            following = repr(text[start]) if start < len(text) else "the end of the file"
+            yield _broken(where, f"expected a comma or ] after this value, found {following}")
             return len(text)
     return _skip(text, start + 1)
 
 
 def _broken(where: str, what: str) -> RowError:
-    """The last error of a file, of which no more can be read."""
+    """The last error of a file. Nothing after it can be read."""
     return RowError(f"{where}: {what}; nothing of the file behind it was read")
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
+def _skip(text: str, start: int) -> int:
+    space = _SPACE.match(text, start)
+    assert space is not None
+    return space.end()
 
 
 def _table(delimiter: str) -> Callable[[Path], Rows]:
@@ -383,7 +383,7 @@ def _cells(path: Path, opening: Opened, delimiter: str) -> Rows:
 
 
 def _check_header(where: str, names: Sequence[str]) -> None:
-    """Raise DataError for columns of one name, of which a row could keep but one. Nameless columns are no fields."""
+    """Raise DataError for columns of one name, as a row could keep only one. Nameless columns are no fields."""
     if several := twice(filter(None, names)):
         raise DataError(
             f"{where}: there are several columns named {', '.join(map(repr, several))}: give each another name"

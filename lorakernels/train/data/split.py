@@ -22,8 +22,8 @@ def hold_out(
 
     The choice depends on content and seed, not on the order of the files. Documents of equal tokens go to one side.
     They are held out while they fit into `fraction` of all tokens. If none fits, chats or completions of one content
-    are held out, or of plain text, as with one big file, the end of the longest document. `spans` are those of `file`
-    unless they are given.
+    are held out. For plain text, as with one big file, the end of the longest document is. `spans` None means all spans
+    of `file`.
 
     Raises:
         DataError: there are too few tokens to hold out that fraction.
@@ -88,7 +88,7 @@ def _keys(file: TokenFile, spans: Spans, seed: int = 0) -> list[bytes]:
 
 
 def _groups(file: TokenFile, spans: Spans, seed: int) -> list[list[int]]:
-    """The numbers of spans, those of equal tokens together, in the order of their hashes."""
+    """The numbers of spans, in the order of their hashes. Spans with equal tokens are grouped together."""
     keys = _keys(file, spans, seed)
     groups: dict[bytes, list[int]] = {}
     for number in sorted(range(len(keys)), key=keys.__getitem__):
@@ -98,8 +98,8 @@ def _groups(file: TokenFile, spans: Spans, seed: int) -> list[list[int]]:
 
 def repeated(file: TokenFile, spans: Spans, others: TokenFile, held: Spans) -> int:
     """How many of the `held` spans of `others` have the tokens of one of the `spans` of `file`."""
-    known = set(_keys(file, spans))
-    return sum(key in known for key in _keys(others, held))
+    keys = set(_keys(file, spans))
+    return sum(key in keys for key in _keys(others, held))
 
 
 def documents_of(file: TokenFile, spans: Spans) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -103,15 +103,15 @@ class TemplateCheck:
         template = Renderer(self.tokenizer, chat).template()
         if template not in self._variables:
             self._variables[template] = _variables(template)
-        known, skipped = self._variables[template], []
+        variables, skipped = self._variables[template], []
         for name in chat.kwargs:
             field = f"chat_template_kwargs.{name}"
             if name in self._reserved:
                 raise RowError(f'{chat.where}: "{field}" is set by the run itself: take it out')
-            if name not in known and name in CONTENT:
+            if name not in variables and name in CONTENT:
                 raise self._refused(chat, field)
-            if name not in known:
-                if near := did_you_mean(name, known):
+            if name not in variables:
+                if near := did_you_mean(name, variables):
                     raise RowError(f'{chat.where}: the chat template does not read "{field}"{near}')
                 skipped.append(field)
         return skipped
@@ -146,7 +146,7 @@ def _probes_of_tools(tools: list[Any]) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _form_of_tools(chat: Chat) -> Hashable:
-    """What a template may go by when it leaves out the tools."""
+    """The values by which a template may decide to leave out the tools."""
     if not chat.tools:
         return None
     roles = [message["role"] for message in chat.messages]
@@ -155,7 +155,7 @@ def _form_of_tools(chat: Chat) -> Hashable:
 
 
 def _form(chat: Chat, number: int) -> Hashable:
-    """What a template may go by when it leaves out a field of a message."""
+    """The values by which a template may decide to leave out a field of a message."""
     message = chat.messages[number]
     before = chat.messages[number - 1]["role"] if number else None
     after = frozenset(later["role"] for later in chat.messages[number + 1 :])

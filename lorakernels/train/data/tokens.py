@@ -40,10 +40,10 @@ from lorakernels.train.data.formats import (
     unread,
 )
 from lorakernels.train.data.sources import (
+    DataSource,
     Row,
     RowError,
     Rows,
-    Source,
     find_sources,
     kind_of,
     read_rows,
@@ -66,7 +66,7 @@ class Rules:
     """How rows become tokens.
 
     Attributes:
-        train_on_inputs: train every token, also those of prompts and of other speakers.
+        train_on_inputs: train every token, including prompts and other speakers.
         skip_bad_rows: count rows that cannot be used instead of raising.
     """
 
@@ -76,7 +76,7 @@ class Rules:
 
 @dataclass
 class FileCounts:
-    """What one data file gave.
+    """The counts of one data file.
 
     Attributes:
         name: its path.
@@ -152,10 +152,10 @@ class TokenFile:
 
     def place_of(self, token: int) -> str:
         """The data file that has `token` first, and which of the documents that it gave. ValueError: none has it."""
-        found = np.flatnonzero(self.tokens == token)
-        if not len(found):
+        positions = np.flatnonzero(self.tokens == token)
+        if not len(positions):
             raise ValueError(f"no document has token {token}")
-        number = int(np.searchsorted(self.docs, found[0], "right")) - 1
+        number = int(np.searchsorted(self.docs, positions[0], "right")) - 1
         ends = np.cumsum([file.documents for file in self.files])
         file = int(np.searchsorted(ends, number, "right"))
         return f"{self.files[file].name}, document {number + 1 - ends[file] + self.files[file].documents}"
@@ -176,7 +176,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(f"{specials}{template}{body}".encode()).hexdigest()
 
 
-def cache_key(sources: Sequence[Source], tokenizer: Any, rules: Rules = Rules()) -> str:
+def cache_key(sources: Sequence[DataSource], tokenizer: Any, rules: Rules = Rules()) -> str:
     digest = hashlib.sha256(f"{VERSION} {rules} {tokenizer_fingerprint(tokenizer)}".encode())
     for source in sources:
         digest.update(f"|{source.entry}|{kind_of(source.path)}|".encode())
@@ -209,7 +209,7 @@ def tokenize_files(
 ) -> TokenFile:
     """The tokens of the data, read from the cache if the same inputs were tokenized before.
 
-    ``progress`` is told (bytes of the files that became tokens, those of all files).
+    ``progress`` reports (bytes of files that became tokens, bytes of all files).
 
     Raises:
         DataError: a file or a row cannot be used; the message names file, line and field.
@@ -230,7 +230,7 @@ def tokenize_files(
 
 @contextlib.contextmanager
 def _one_writer(cache: Path) -> Iterator[None]:
-    """Hold the lock of a cache, a file beside it. It ends with the process, however that ends."""
+    """Hold the lock of a cache, a file in the same folder. It is released with the process, however that ends."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with cache.with_name(f".{cache.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -240,12 +240,12 @@ def _one_writer(cache: Path) -> Iterator[None]:
 class _Reading:
     """The data files in their order. It tells an observer how much of them was read."""
 
-    def __init__(self, sources: Sequence[Source], progress: Observer) -> None:
+    def __init__(self, sources: Sequence[DataSource], progress: Observer) -> None:
         self.sources, self.progress = sources, progress
         self._sizes = [sum(p.stat().st_size for p in _parts(s.path)) for s in sources]
         self._total, self._before, self._size = sum(self._sizes), 0, 0
 
-    def __iter__(self) -> Iterator[Source]:
+    def __iter__(self) -> Iterator[DataSource]:
         for source, size in zip(self.sources, self._sizes, strict=True):
             self._size = size
             yield source
@@ -307,21 +307,21 @@ def _nothing(path: Path, counts: FileCounts) -> DataError:
 def _examples(
     rows: Rows, check: TemplateCheck, counts: FileCounts, skip: bool
 ) -> Iterator[Example]:
-    known: Format | None = None
+    form: Format | None = None
     template = has_template(check.tokenizer)
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
-            known = known or find_format(row)
-            example = example_of(row, known, template)
+            form = form or find_format(row)
+            example = example_of(row, form, template)
             check_template(template, example)
             skipped = check.skipped(example) if isinstance(example, Chat) else ()
-            counts.add_left_out(unread(row, known, example), skipped)
+            counts.add_left_out(unread(row, form, example), skipped)
         except RowError as error:
             counts.add_bad(error, skip)
             continue
-        counts.format = known.name
+        counts.format = form.name
         counts.bare += template and isinstance(example, Completion)
         if not isinstance(example, Text) or example.text.strip():
             yield example
@@ -370,11 +370,11 @@ def open_tokens(directory: Path, notes: Sequence[str] = ()) -> TokenFile:
     """Map the files. Raises DataError if one differs from what was written."""
     meta = json.loads((directory / "meta.json").read_text())
     for name, wanted in meta["files"].items():
-        found = entry_of(directory / name)
-        if found != wanted:
+        entry = entry_of(directory / name)
+        if entry != wanted:
             what = "does not match its SHA-256"
-            if found["bytes"] != wanted["bytes"]:
-                what = f"has {found['bytes']} bytes, expected {wanted['bytes']}"
+            if entry["bytes"] != wanted["bytes"]:
+                what = f"has {entry['bytes']} bytes, expected {wanted['bytes']}"
             raise DataError(f"{directory / name} {what}: delete {directory} and run again")
     masked = "trained.bin" in meta["files"]
     return TokenFile(

@@ -37,7 +37,7 @@ def opened(path: Path) -> Iterator[Opened]:
     """A file, whose bytes are read to its end.
 
     Raises:
-        DataError: the file cannot be read, is cut short, or has something else behind what is compressed.
+        DataError: the file cannot be read, is cut short, or has other bytes after the compressed data.
     """
     try:
         with ExitStack() as held:

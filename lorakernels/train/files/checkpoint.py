@@ -86,8 +86,8 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 class Checkpoints:
     """The checkpoints of one output directory.
 
-    Only the last ``keep`` stay, and those of the steps ``best`` and ``way_back``. ``adapter`` writes the files that
-    PEFT opens.
+    Only the last ``keep`` stay, and the checkpoints of the steps ``best`` and ``way_back``. ``adapter`` writes the
+    files that PEFT opens.
     """
 
     def __init__(self, directory: Path, keep: int, adapter: AdapterFiles | None = None) -> None:
@@ -97,8 +97,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a directory, oldest first. The directories' contents are not checked."""
-        found = self.directory.glob("step-*") if self.directory.is_dir() else []
-        steps = [int(path.name[5:]) for path in found if path.name[5:].isdecimal()]
+        paths = self.directory.glob("step-*") if self.directory.is_dir() else []
+        steps = [int(path.name[5:]) for path in paths if path.name[5:].isdecimal()]
         return sorted(step for step in steps if self.path(step).is_dir())
 
     def path(self, step: int) -> Path:
@@ -151,7 +151,7 @@ class Checkpoints:
 
     def remove_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, the newest first, so that a kill leaves a run that can go on."""
-        for later in reversed([found for found in self.steps() if found > step]):
+        for later in reversed([saved for saved in self.steps() if saved > step]):
             shutil.rmtree(self.path(later))
 
     def load_newest(

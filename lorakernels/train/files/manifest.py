@@ -42,9 +42,9 @@ def check_files(directory: Path, step: int) -> set[str]:
         OtherFormat: the checkpoint has a format that this version does not read.
     """
     files = read_manifest(directory, step)
-    found = set(_names(directory))
+    present = set(_names(directory))
     for name, want in files.items():
-        if name not in found:
+        if name not in present:
             raise _broken(directory, f"{name} is missing")
         try:
             entry = entry_of(directory / name)
@@ -111,8 +111,8 @@ def _broken(directory: Path, why: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {directory} is broken ({why})")
 
 
-def _other_format(directory: Path, found: Any) -> OtherFormat:
+def _other_format(directory: Path, format_: Any) -> OtherFormat:
     return OtherFormat(
-        f"checkpoint {directory} has format {found!r}, this version reads format {FORMAT}: finish its run with the "
+        f"checkpoint {directory} has format {format_!r}, this version reads format {FORMAT}: finish its run with the "
         "version that began it, or start in another output directory"
     )

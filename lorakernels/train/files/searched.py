@@ -11,5 +11,5 @@ SPLITS = "dataset_dict.json"
 
 def is_searched(path: Path) -> bool:
     """Whether an entry of --data means all data files in a folder, at any depth."""
-    own = (ON_DISK, SPLITS)  # a folder of the datasets library is read by that
-    return path.is_dir() and not any((path / name).is_file() for name in own)
+    markers = (ON_DISK, SPLITS)  # a folder of the datasets library is read by that
+    return path.is_dir() and not any((path / name).is_file() for name in markers)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class NameTwice(ValueError):
-    """A JSON object has a name twice. The text is JSON, but which value is meant nobody can tell."""
+    """A JSON object has a name twice. The text is valid JSON, but it is unclear which value is meant."""
 
 
 def twice(names: Iterable[str]) -> list[str]:
@@ -19,11 +19,11 @@ def twice(names: Iterable[str]) -> list[str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = ", ".join(repr(name) for name in twice(name for name, _ in pairs))
         raise NameTwice(f"one object has {names} twice: leave one of them")
-    return found
+    return entries
 
 
 _UNIQUE = json.JSONDecoder(object_pairs_hook=_object)
@@ -40,13 +40,13 @@ def load_json(text: str) -> Any:
     return _UNIQUE.decode(text)
 
 
-def load_json_at(text: str, at: int) -> tuple[Any, int]:
-    """(the value that begins at `at`, where it ends). A NameTwice is the value that has one.
+def load_json_at(text: str, start: int) -> tuple[Any, int]:
+    """(the JSON value that begins at `start`, where it ends). A NameTwice stands for a value with a repeated name.
 
     Raises:
         ValueError, RecursionError: as for `load_json`.
     """
     try:
-        return _UNIQUE.raw_decode(text, at)
+        return _UNIQUE.raw_decode(text, start)
     except NameTwice as error:
-        return error, _ANY.raw_decode(text, at)[1]
+        return error, _ANY.raw_decode(text, start)[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML in which no mapping has a name twice, of which PyYAML would take the last one silently."""
+"""YAML in which no mapping has a name twice. PyYAML would silently take the last one."""
 
 from __future__ import annotations
 

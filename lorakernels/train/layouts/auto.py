@@ -39,9 +39,9 @@ class Gpus:
         """
         if device.type != "cuda":
             raise OptionError(f"layout auto plans for GPUs, found device {device}: drop it")
-        found = torch.cuda.get_device_properties(device)
-        machine = "H100-80GB" if "H100" in found.name else "H200"
-        return cls(machine, found.total_memory, count)
+        properties = torch.cuda.get_device_properties(device)
+        machine = "H100-80GB" if "H100" in properties.name else "H200"
+        return cls(machine, properties.total_memory, count)
 
 
 def planned(
@@ -71,10 +71,10 @@ def planned(
     say(f"layout: {plan.rate:,.0f} tokens/s predicted, {plan.bytes.peak / 2**30:.1f} GiB a GPU")
     # a GiB is a power of two, so that these bytes come back as they are
     budget = plan.memory_budget / 2**30
-    found: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
-    found["offload_activations"] = plan.offload_activations
-    found["shard_embeddings"] = plan.placement.embeddings
+    changes: dict[str, Any] = {"memory_budget": budget, "shard_base": plan.placement.ranks > 1}
+    changes["offload_activations"] = plan.offload_activations
+    changes["shard_embeddings"] = plan.placement.embeddings
     # rounded up, it could ask for one more group of weights than the plan has
     if plan.placement.offload:
-        found["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
-    return replace(options, **found)
+        changes["offload"] = math.floor(plan.placement.offload * 1e6) / 1e6
+    return replace(options, **changes)

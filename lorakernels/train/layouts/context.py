@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import ContextParallel, context_parallel
-from lorakernels.train.data.packing import IGNORE, Batch
+from lorakernels.train.data.packing import IGNORE, PackedBatch
 from lorakernels.train.errors import OptionError
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 
-def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
+def sharing(options: FinetuneOptions, ranks: RunRanks) -> RunRanks:
     """The ranks as groups: `cp` of them share each row, `pp` share a model's stages, `tp` share its layers.
 
     Raises:
@@ -32,15 +32,15 @@ def sharing(options: FinetuneOptions, ranks: Ranks) -> Ranks:
     return replace(ranks, cp=options.cp, pp=options.pp, tp=options.tp)
 
 
-def _check_divides(name: str, found: int, ranks: Ranks) -> None:
-    if ranks.size % found:
+def _check_divides(name: str, degree: int, ranks: RunRanks) -> None:
+    if ranks.size % degree:
         raise OptionError(
-            f"{name} must divide the number of ranks, got {found} for {ranks.size}: torchrun --nproc-per-node N -m -- "
+            f"{name} must divide the number of ranks, got {degree} for {ranks.size}: torchrun --nproc-per-node N -m -- "
             "lorakernels.cli finetune ..."
         )
 
 
-def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def share_rows(model: nn.Module, ranks: RunRanks, device: torch.device) -> None:
     """Collective: let the model's attention run over the ranks that share a row.
 
     Raises:
@@ -59,11 +59,11 @@ def share_rows(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     context.checks_places = False
 
 
-def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Batch:
+def own_part(batch: PackedBatch, context: ContextParallel | None, isolate: bool) -> PackedBatch:
     """This rank's tokens of a batch of whole rows; without a `context` all of them.
 
-    The documents' starts stay those of the whole rows. With `isolate` False a row is one document, and positions are
-    those in the row.
+    The documents' starts still count in whole rows. With `isolate` False a row is one document, and positions count
+    from the row's start.
     """
     if context is None:
         return batch
@@ -72,7 +72,7 @@ def own_part(batch: Batch, context: ContextParallel | None, isolate: bool) -> Ba
     if not isolate:
         positions = torch.arange(length).expand(rows, length)
     labels = context.shard(batch.labels)
-    return Batch(
+    return PackedBatch(
         context.shard(batch.input_ids),
         labels,
         context.shard(positions),

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.train.files.checkpoint import Checkpoint
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 _OF_MODEL = "finetune_parts"
 
 
-class Parts(ABC):
+class RankPart(ABC):
     """This rank's part of the adapters, as a trainer uses it.
 
     Attributes:
@@ -31,16 +31,16 @@ class Parts(ABC):
         values: of all trained parameters and initial adapters on the CPU, since `collect`.
     """
 
-    def __init__(self, model: nn.Module, ranks: Ranks, same: Ranks) -> None:
+    def __init__(self, model: nn.Module, ranks: RunRanks, same: RunRanks) -> None:
         self.ranks, self.same = ranks, same
         self.values: dict[str, Tensor] = {}
         vars(model)[_OF_MODEL] = self
 
     @classmethod
     def of(cls, model: nn.Module) -> Any:
-        """Those of this class that `model` has, or None."""
-        found = vars(model).get(_OF_MODEL)
-        return found if isinstance(found, cls) else None
+        """The part of this class that belongs to `model`, or None."""
+        parts = vars(model).get(_OF_MODEL)
+        return parts if isinstance(parts, cls) else None
 
     def add_up_gradients(self, parameters: Sequence[Tensor], *others: Tensor) -> list[Tensor]:
         """Sum gradients over the ranks with the same part, and `others` over all. Returns this rank's gradients."""
@@ -73,7 +73,7 @@ class Parts(ABC):
 @contextlib.contextmanager
 def whole_model(model: nn.Module) -> Iterator[None]:
     """Inside, files get the whole of a model that is split over ranks, with the values that were collected last."""
-    parts: Parts | None = Parts.of(model)
+    parts: RankPart | None = RankPart.of(model)
     if parts is None:
         yield
         return
@@ -83,6 +83,6 @@ def whole_model(model: nn.Module) -> Iterator[None]:
 
 def collect(model: nn.Module) -> None:
     """Collective: before `whole_model` on one rank alone."""
-    parts: Parts | None = Parts.of(model)
+    parts: RankPart | None = RankPart.of(model)
     if parts is not None:
         parts.collect()

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import Microbatch, PhiloxState, PipelineParallel, pipeline_parallel
-from lorakernels.train.data.packing import IGNORE, Batch, PackedRows, spread
+from lorakernels.train.data.packing import IGNORE, PackedBatch, PackedRows, spread
 from lorakernels.train.errors import OptionError
 from lorakernels.train.files.checkpoint import Checkpoint
 from lorakernels.train.layouts.context import own_part
-from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.layouts.parts import RankPart
 from lorakernels.train.model.model import decoder_and_head, no_mask, places_of, places_over_ranks
 from lorakernels.train.optimizer.optimizers import groups, numbers
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks.ranks import Ranks, wait_for
+from lorakernels.train.ranks.ranks import RunRanks, wait_for
 
 
-class Stages(Parts):
+class PipelinePart(RankPart):
     """The stages of this rank, as a trainer uses them.
 
     Attributes:
@@ -43,38 +43,46 @@ class Stages(Parts):
     """
 
     def __init__(
-        self, pipeline: PipelineParallel, options: FinetuneOptions, ranks: Ranks, groups: list[Any]
+        self,
+        pipeline: PipelineParallel,
+        options: FinetuneOptions,
+        ranks: RunRanks,
+        groups: list[Any],
     ) -> None:
         stage, place = divmod(ranks.rank, ranks.of_stage)
-        super().__init__(pipeline.model, ranks, Ranks(place, ranks.of_stage, group=groups[1]))
+        super().__init__(pipeline.model, ranks, RunRanks(place, ranks.of_stage, group=groups[1]))
         self.pipeline, self.options = pipeline, options
-        self.others = Ranks(stage, ranks.pp, group=groups[0])
+        self.others = RunRanks(stage, ranks.pp, group=groups[0])
         with pipeline.structure():
             named = pipeline.model.named_parameters()
             self.trained = {n: p for n, p in named if p.requires_grad}
 
     def forward_backward(
-        self, batches: Sequence[Batch], items: Tensor, begins: Callable[[], None]
+        self, batches: Sequence[PackedBatch], items: Tensor, begins: Callable[[], None]
     ) -> Tensor:
-        """The step's loss of this replica on its first rank, fp32 [], and 0 on the others.
+        """The step's loss of this replica, fp32 []. It is on the replica's first rank; its other ranks return 0.
 
         `begins` is called before each forward and backward of a microbatch.
         """
         loss = self._run(batches, items, True, begins)
         return loss if self.ranks.first_of_replica else torch.zeros_like(loss)
 
-    def summed_loss(self, batches: Sequence[Batch]) -> Tensor:
-        """Sum of the token losses of so many batches as the pipeline has microbatches, of this rank's tokens each."""
+    def summed_loss(self, batches: Sequence[PackedBatch]) -> Tensor:
+        """Sum of the token losses of `batches`, this rank's tokens of each of the pipeline's microbatches."""
         device = batches[0].labels.device
         return self._run(batches, torch.ones((), device=device), False, partial(wait_for, device))
 
     def _run(
-        self, batches: Sequence[Batch], items: Tensor, trains: bool, begins: Callable[[], None]
+        self,
+        batches: Sequence[PackedBatch],
+        items: Tensor,
+        trains: bool,
+        begins: Callable[[], None],
     ) -> Tensor:
         decoder, _ = decoder_and_head(self.pipeline.model)
         isolate, shared = self.options.isolate_documents, self.pipeline.context is not None
 
-        def places(batch: Batch) -> dict[str, Any]:
+        def places(batch: PackedBatch) -> dict[str, Any]:
             if shared:
                 return places_over_ranks(batch)
             return places_of(decoder, batch) if isolate else {}
@@ -91,9 +99,9 @@ class Stages(Parts):
     def evaluate(
         self, rows: PackedRows, device: torch.device, progress: Observer = nobody
     ) -> Tensor:
-        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 but on its first rank.
+        """fp64 [2]: this replica's sum of token losses on held-out rows, and their tokens; 0 except on its first rank.
 
-        ``progress`` is told the batches that were handed out, but for the last.
+        ``progress`` reports the batches that were handed out, except the last.
         """
         options, ranks, context = self.options, self.ranks, self.pipeline.context
         isolate = options.isolate_documents
@@ -106,9 +114,9 @@ class Stages(Parts):
             first = start + ranks.replica * size * at_once
             batches = []
             for i in range(at_once):
-                own = chosen[first + i * size : first + (i + 1) * size]
-                batch = rows.batch(own + [chosen[0]] * (size - len(own)))
-                batch.labels[len(own) :] = IGNORE  # rows that fill the batch do not count
+                row_numbers = chosen[first + i * size : first + (i + 1) * size]
+                batch = rows.batch(row_numbers + [chosen[0]] * (size - len(row_numbers)))
+                batch.labels[len(row_numbers) :] = IGNORE  # rows that fill the batch do not count
                 batches.append(replace(batch, targets=int((batch.labels != IGNORE).sum())))
             loss = self.summed_loss([own_part(b, context, isolate).to(device) for b in batches])
             if ranks.first_of_replica:
@@ -129,17 +137,17 @@ class Stages(Parts):
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         self.collect()
         state = optimizer.state_dict()
-        own = {
+        states_here = {
             name: state["state"].get(i, {})
             for name, i in numbers(self._own(), self.options).items()
         }
         everywhere: list[Any] = [None] * self.others.size
-        dist.all_gather_object(everywhere, _on_cpu(own), group=self.others.group)
-        states = {name: found for part in everywhere for name, found in part.items()}
+        dist.all_gather_object(everywhere, _on_cpu(states_here), group=self.others.group)
+        states = {name: moments for part in everywhere for name, moments in part.items()}
         places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
         whole: list[dict[str, Any]] = []
         for group, like in zip(made, state["param_groups"], strict=True):
-            before = sum(len(each["params"]) for each in whole)
+            before = sum(len(earlier["params"]) for earlier in whole)
             whole.append({**like, "params": [*range(before, before + len(group["params"]))]})
         kept = {i: states[name] for name, i in places.items() if states[name]}
         return self.values, {"state": kept, "param_groups": whole}
@@ -150,19 +158,21 @@ class Stages(Parts):
         tensors = {
             n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.trained
         }
-        found, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
+        optimizer, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
         places, made = numbers(self.trained, self.options), groups(self._own(), self.options)
-        fits = sum(len(group["params"]) for group in found["param_groups"]) == len(self.trained)
+        fits = sum(len(group["params"]) for group in optimizer["param_groups"]) == len(self.trained)
         if not fits:  # of another run, as the trainer will say
             return checkpoint
-        own: list[dict[str, Any]] = []
-        for group, like in zip(made, found["param_groups"], strict=True):
-            before = sum(len(each["params"]) for each in own)
-            own.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        param_groups: list[dict[str, Any]] = []
+        for group, like in zip(made, optimizer["param_groups"], strict=True):
+            before = sum(len(earlier["params"]) for earlier in param_groups)
+            param_groups.append({**like, "params": [*range(before, before + len(group["params"]))]})
         kept = {
-            i: found["state"][places[n]] for n, i in here.items() if places[n] in found["state"]
+            i: optimizer["state"][places[n]]
+            for n, i in here.items()
+            if places[n] in optimizer["state"]
         }
-        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": own}}
+        state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": param_groups}}
         return replace(checkpoint, tensors=tensors, state=state)
 
     def _own(self) -> dict[str, nn.Parameter]:
@@ -171,13 +181,13 @@ class Stages(Parts):
 
 @dataclass(frozen=True)
 class StageRanks:
-    """Who shares what under `--pp N`: `mesh` of the stages, and `groups`, of the stages and of who has this rank's."""
+    """The ranks under `--pp N`: `mesh` over the stages, and `groups` over the stages and over equal ones."""
 
     mesh: DeviceMesh
     groups: list[Any]
 
 
-def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
+def stage_ranks(ranks: RunRanks, device: torch.device) -> StageRanks | None:
     """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
@@ -190,10 +200,10 @@ def stage_ranks(ranks: Ranks, device: torch.device) -> StageRanks | None:
 def cut_stages(
     model: nn.Module,
     options: FinetuneOptions,
-    ranks: Ranks,
+    ranks: RunRanks,
     shared: StageRanks | None,
     random: PhiloxState,
-) -> Stages | None:
+) -> PipelinePart | None:
     """Collective: keep this rank's stages of the model.
 
     Raises:
@@ -206,7 +216,7 @@ def cut_stages(
     except (TypeError, ValueError) as error:
         raise OptionError(f"pp {ranks.pp}: {error}") from error
     pipeline.offsets, pipeline.loss_chunk = random, options.loss_chunk
-    return Stages(pipeline, options, ranks, shared.groups)
+    return PipelinePart(pipeline, options, ranks, shared.groups)
 
 
 def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:

@@ -14,27 +14,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from lorakernels import shard_base
 from lorakernels.train.errors import OptionError
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import STEP, Ranks
+from lorakernels.train.ranks.ranks import STEP, RunRanks
 
 
-def ranks_per_machine(ranks: Ranks) -> int:
+def ranks_per_machine(ranks: RunRanks) -> int:
     """How many ranks torchrun started on each machine.
 
     Raises:
         OptionError: LOCAL_WORLD_SIZE is not a number that divides the number of ranks.
     """
-    found = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size))
+    count = os.environ.get("LOCAL_WORLD_SIZE", str(ranks.size))
     if ranks.size == 1:
         return 1
-    if not found.isdecimal() or not int(found) or ranks.size % int(found):
+    if not count.isdecimal() or not int(count) or ranks.size % int(count):
         raise OptionError(
-            f"shard_base needs as many ranks on every machine, found LOCAL_WORLD_SIZE {found} of {ranks.size} ranks"
+            f"shard_base needs as many ranks on every machine, found LOCAL_WORLD_SIZE {count} of {ranks.size} ranks"
         )
-    return int(found)
+    return int(count)
 
 
 def shard_mesh(
-    options: FinetuneOptions, ranks: Ranks, device: torch.device, say: Callable[[str], None]
+    options: FinetuneOptions, ranks: RunRanks, device: torch.device, say: Callable[[str], None]
 ) -> DeviceMesh | None:
     """Collective: the mesh over which the base is sharded. None if each rank keeps it whole; if asked for, it says why.
 
@@ -66,7 +66,7 @@ def shard_mesh(
 
 
 def _mesh_of_equal_parts(
-    ranks: Ranks, count: int, device: torch.device, say: Callable[[str], None]
+    ranks: RunRanks, count: int, device: torch.device, say: Callable[[str], None]
 ) -> DeviceMesh | None:
     if count == 1:
         say(

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from lorakernels import TensorParallel, VocabularyHead, change_of_logits, parallelize
 from lorakernels.train.errors import CheckpointError, OptionError
 from lorakernels.train.files.checkpoint import Checkpoint
-from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.layouts.parts import RankPart
 from lorakernels.train.model.preflight import build_on_meta, read_config
 from lorakernels.train.optimizer.optimizers import numbers
 from lorakernels.train.options.options import FinetuneOptions
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 
-class SplitLayers(Parts):
+class SplitLayers(RankPart):
     """This rank's parts of the split layers, as a trainer uses them.
 
     Attributes:
@@ -35,9 +35,9 @@ class SplitLayers(Parts):
     """
 
     def __init__(
-        self, split: TensorParallel, options: FinetuneOptions, ranks: Ranks, same: Any
+        self, split: TensorParallel, options: FinetuneOptions, ranks: RunRanks, same: Any
     ) -> None:
-        others = Ranks(ranks.rank // ranks.tp, ranks.size // ranks.tp, group=same)
+        others = RunRanks(ranks.rank // ranks.tp, ranks.size // ranks.tp, group=same)
         super().__init__(split.model, ranks, others)
         self.split, self.options = split, options
 
@@ -59,17 +59,17 @@ class SplitLayers(Parts):
         return self.values, {**state, "state": states}
 
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
-        trained, found = self._trained(), checkpoint.state["optimizer"]
-        if sum(len(group["params"]) for group in found["param_groups"]) != len(trained):
+        trained, optimizer = self._trained(), checkpoint.state["optimizer"]
+        if sum(len(group["params"]) for group in optimizer["param_groups"]) != len(trained):
             return checkpoint  # it belongs to another run, as the trainer will say
         values = {n: x for n, x in checkpoint.tensors.items() if n in trained}
         try:
-            own = self.split.own(values)
-            states = self._each_moment(found["state"], self.split.own)
+            local = self.split.own(values)
+            states = self._each_moment(optimizer["state"], self.split.own)
         except ValueError as error:
             raise CheckpointError(f"the checkpoint is of another run: {error}") from error
-        state = {**checkpoint.state, "optimizer": {**found, "state": states}}
-        return replace(checkpoint, tensors=checkpoint.tensors | own, state=state)
+        state = {**checkpoint.state, "optimizer": {**optimizer, "state": states}}
+        return replace(checkpoint, tensors=checkpoint.tensors | local, state=state)
 
     def _each_moment(
         self,
@@ -77,20 +77,20 @@ class SplitLayers(Parts):
         change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     ) -> dict[int, dict[str, Any]]:
         """The optimizer's state with `change({name: moment})` of what has a parameter's elements, on the CPU."""
-        found = {}
+        changed = {}
         for name, number in sorted(numbers(self._trained(), self.options).items(), key=_number):
             if number in states:
-                found[number] = {
+                changed[number] = {
                     key: change({name: value})[name].cpu() if _is_moment(value) else value
                     for key, value in states[number].items()
                 }
-        return found
+        return changed
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.split.model.named_parameters() if p.requires_grad}
 
 
-def layer_mesh(ranks: Ranks, device: torch.device) -> DeviceMesh | None:
+def layer_mesh(ranks: RunRanks, device: torch.device) -> DeviceMesh | None:
     """Collective: the mesh of the ranks that have layers together with this one; None without them."""
     if ranks.tp == 1:
         return None
@@ -108,7 +108,7 @@ def splits_vocabulary(directory: Path, options: FinetuneOptions) -> bool:
 def split_layers(
     model: nn.Module,
     options: FinetuneOptions,
-    ranks: Ranks,
+    ranks: RunRanks,
     mesh: DeviceMesh | None,
     say: Callable[[str], None],
 ) -> SplitLayers | None:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import PipelineParallel, change_of_logits
-from lorakernels.train.data.packing import Batch
+from lorakernels.train.data.packing import PackedBatch
 from lorakernels.train.errors import ModelError
 from lorakernels.train.model.loss import changed
 from lorakernels.train.model.model import decoder_and_head, hidden_states
-from lorakernels.train.ranks.ranks import Ranks, is_about_peers
+from lorakernels.train.ranks.ranks import RunRanks, is_about_peers
 
 FIRST, SECOND = 5, 7  # lengths of a row's two documents, in tokens
 LARGE = 1000.0  # the largest logit given to a model's own tail; caps in use are 30 and 50
@@ -57,7 +57,7 @@ class Isolation(NamedTuple):
 
 
 class Causality(NamedTuple):
-    """Relative differences of hidden states of rows that are one sequence each, as those of `Isolation`.
+    """Relative differences of hidden states, as in `Isolation`. Each row is one sequence.
 
     Attributes:
         later: change of first parts when the second parts of the rows were exchanged.
@@ -68,44 +68,44 @@ class Causality(NamedTuple):
     rounding: float
 
 
-def check_same_layers(model: nn.Module, ranks: Ranks) -> None:
-    """Collective: refuse ranks that hold other layers than the first, such as one that could not read them into FP8.
+def check_same_layers(model: nn.Module, ranks: RunRanks) -> None:
+    """Collective: refuse ranks whose layers differ, for example because one could not read them into FP8.
 
-    Of a pipeline each rank holds its stages alone, and is compared by what it holds: with the ranks of its stage, and
-    with one that has read the whole model.
+    In a pipeline each rank holds only its own stages. It is compared with the ranks that hold the same stages, and with
+    a rank that has read the whole model.
 
     Raises:
-        ModelError: a module's class, or a dtype in it, is not that of the first rank that holds it.
+        ModelError: a module's class, or a dtype in it, differs from the module on the first rank that holds it.
     """
     gone = {*PipelineParallel.elsewhere(model)}
-    found = {
+    forms = {
         path: _form(module)
         for path, module in model.named_modules()
         if gone.isdisjoint(_and_above(path))
     }
     first: dict[str, tuple[str, int]] = {}
-    for rank, theirs in enumerate(ranks.from_all(found)):
+    for rank, theirs in enumerate(ranks.from_all(forms)):
         first = {path: (form, rank) for path, form in theirs.items()} | first
 
     def check() -> None:
         for path, (form, rank) in first.items():
-            if found.get(path) != form and gone.isdisjoint(_and_above(path)):
+            if forms.get(path) != form and gone.isdisjoint(_and_above(path)):
                 raise ModelError(
-                    f"all ranks must hold the same layers, found {path} to be {found.get(path)}, on rank {rank} {form}"
+                    f"all ranks must hold the same layers, found {path} to be {forms.get(path)}, on rank {rank} {form}"
                 )
 
     ranks.together(check)
 
 
 def _and_above(path: str) -> list[str]:
-    """A module's path and those of the modules that it is in."""
+    """The paths of a module and of all modules that contain it."""
     names = path.split(".")
     return [".".join(names[: i + 1]) for i in range(len(names))]
 
 
 def _form(module: nn.Module) -> str:
-    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    dtypes = [f"{name} {str(tensor.dtype)[6:]}" for name, tensor in own]
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    dtypes = [f"{name} {str(tensor.dtype)[6:]}" for name, tensor in tensors]
     return f"{type(module).__name__}({', '.join(dtypes)})"
 
 
@@ -117,7 +117,7 @@ def check_model(model: Any, isolate: bool | None = None) -> None:
     The results may differ by one rounding of that logit. The reason is that a head called with other strides sums in
     another order, in fp32, and rounds once. A cap of 30 differs by 970, a scale of 1/16 by 937, unless the config
     names them: then the head's logits are changed as the loss changes them. The largest is three times a named cap, so
-    that logits lie all along its curve, and three roundings are allowed: those of a quotient, a tanh and a product.
+    that logits lie all along its curve, and three roundings are allowed: for a quotient, a tanh and a product.
 
     *Rows.* See `isolation`, and `causality` where documents are not isolated. No difference may exceed the change that
     perturbed embeddings cause in the same rows. The perturbation is 16 roundings of the dtype, 2⁻⁴ in bf16. Over an
@@ -198,15 +198,15 @@ def _check_logits(model: Any) -> None:
     decoder, head = decoder_and_head(model)
     rows, change = _documents(model)[0].input_ids, change_of_logits(model.config.get_text_config())
     cap = None if change is None else change.cap
-    given: list[Tensor] = []
+    replaced: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: object, output: Any) -> Any:
         hidden = output.last_hidden_state
         largest = head(hidden).float().abs().max()
         wanted = LARGE if change is None or cap is None else 3 * cap / change.scale
         factor = torch.where(largest > 0, wanted / largest, 1.0)
-        given.append((hidden.float() * factor).to(hidden.dtype))
-        output.last_hidden_state = given[-1]
+        replaced.append((hidden.float() * factor).to(hidden.dtype))
+        output.last_hidden_state = replaced[-1]
         return output
 
     # OPT, for example, calls a part of its own decoder. If both modules run, the outer one finishes last.
@@ -217,10 +217,10 @@ def _check_logits(model: Any) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    expected = changed(head(given[-1]).float(), change)
+    expected = changed(head(replaced[-1]).float(), change)
     difference = (logits.float() - expected).abs().max()
     roundings = 1 if cap is None else 3
-    allowed = roundings * torch.finfo(given[-1].dtype).eps * expected.abs().max()
+    allowed = roundings * torch.finfo(replaced[-1].dtype).eps * expected.abs().max()
     if not bool(difference <= allowed):
         raise ModelError(
             f"{type(model).__name__} changes logits after its output head (one of {float(expected.abs().max()):.4g} by "
@@ -239,12 +239,12 @@ def isolation(model: Any) -> Isolation:
     * [B A] [D C], which exchanges the places.
     * [A B] [C D] again, with perturbed embeddings.
     """
-    given, exchanged, turned = _documents(model)
-    base = hidden_states(model, given).float()
+    rows, exchanged, turned = _documents(model)
+    base = hidden_states(model, rows).float()
     neighbours = hidden_states(model, exchanged).float()
     order = hidden_states(model, turned).float()
     with _perturbed(model):
-        moved = hidden_states(model, given).float()
+        moved = hidden_states(model, rows).float()
     back = torch.cat([order[:, SECOND:], order[:, :SECOND]], 1)
     return Isolation(
         _relative(neighbours[:, FIRST:], base[:, FIRST:]),
@@ -272,18 +272,18 @@ def causality(model: Any) -> Causality:
 
 
 def _from_usual_call(model: Any, isolate: bool) -> float:
-    """By how much of their size hidden states of rows of one document differ from those of transformers' usual call."""
+    """Relative difference between hidden states of one-document rows and the same from transformers' usual call."""
     rows, (decoder, _) = _documents(model)[0].input_ids, decoder_and_head(model)
     usual = decoder(input_ids=rows, attention_mask=torch.ones_like(rows), use_cache=False)
-    own = hidden_states(model, _whole_rows(rows), isolate).float()
-    return _relative(own, usual.last_hidden_state.float())
+    packed = hidden_states(model, _whole_rows(rows), isolate).float()
+    return _relative(packed, usual.last_hidden_state.float())
 
 
-def _whole_rows(rows: Tensor) -> Batch:
+def _whole_rows(rows: Tensor) -> PackedBatch:
     return _packed_rows([[row] for row in rows])
 
 
-def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
+def _documents(model: Any) -> tuple[PackedBatch, PackedBatch, PackedBatch]:
     """Batches of two rows of two documents: as given, with exchanged first documents, with both rows reversed."""
     device = next(model.parameters()).device
     words = model.config.get_text_config().vocab_size
@@ -299,7 +299,7 @@ def _documents(model: Any) -> tuple[Batch, Batch, Batch]:
     )
 
 
-def _packed_rows(rows: list[list[Tensor]]) -> Batch:
+def _packed_rows(rows: list[list[Tensor]]) -> PackedBatch:
     ids = torch.stack([torch.cat(row) for row in rows])
     device = ids.device
     positions = torch.cat([torch.arange(len(part), device=device) for part in rows[0]])
@@ -307,7 +307,7 @@ def _packed_rows(rows: list[list[Tensor]]) -> Batch:
         [torch.full((len(part),), i, device=device) for i, part in enumerate(rows[0])]
     )
     places = positions.expand_as(ids), segments.expand_as(ids)
-    return Batch(ids, ids, *places, ids.numel())
+    return PackedBatch(ids, ids, *places, ids.numel())
 
 
 @contextlib.contextmanager
@@ -329,5 +329,5 @@ def _perturbed(model: Any) -> Iterator[None]:
         hook.remove()
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).norm() / expected.norm())
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes beside its logs, in bytes, and whether the output's file system has room for it.
+"""The bytes that a run writes besides its logs, and whether the output's file system has room for it.
 
 An adapter's numbers are fp32. A checkpoint has them, what the optimizer keeps for each of them, and the FP8 state.
 """
@@ -29,8 +29,8 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What is trained of each adapter: numbers, and the tensors that hold them. `merged`: bytes of a merged model."""
+class TrainedSize:
+    """The trained part of each adapter: how many numbers, in how many tensors. `merged`: bytes of a merged model."""
 
     numbers: int
     tensors: int
@@ -38,7 +38,7 @@ class Trained:
 
 
 def written_by(
-    options: FinetuneOptions, trained: Trained, beside: Mapping[str, bytes], adapters: int = 1
+    options: FinetuneOptions, trained: TrainedSize, beside: Mapping[str, bytes], adapters: int = 1
 ) -> Written:
     """`beside`: {name: contents} of the tokenizer's files, which lie beside each adapter."""
     weights = FLOAT * trained.numbers * adapters

@@ -44,7 +44,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelCounts:
     """How many parameters a whole model trains, how many it has, and the FLOPs of a token."""
 
     trained: int
@@ -52,7 +52,7 @@ class Sizes:
     flops: float
 
     @classmethod
-    def of(cls, model: Any, seq_len: int) -> Sizes:
+    def of(cls, model: Any, seq_len: int) -> ModelCounts:
         whole = TensorParallel.whole_numel(model)
         counts = [(whole(p), p.requires_grad) for p in model.parameters()]
         flops = flops_per_token(model, model.config.get_text_config(), seq_len)
@@ -60,7 +60,7 @@ class Sizes:
 
 
 def find_peak(device: torch.device, dtype: torch.dtype, fp8: bool) -> Peak | str:
-    """The peak that MFU is relative to, or a sentence that says why there is none; "" where nobody asks for one."""
+    """The peak that MFU is relative to, or a sentence that says why there is none; "" if there is no need for one."""
     if device.type != "cuda":
         return ""
     if dtype != torch.bfloat16:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a path is that is no folder of a model, and what to give instead."""
+"""Explains a path that is no folder of a model, and names the path to give instead."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def _of_folder(path: Path) -> str:
             "the two"
         )
     if (path / "adapter" / ADAPTER).is_file():
-        own = f": give {path / 'merged'}" if (path / "merged" / "config.json").is_file() else ""
-        base = "" if own else f": its base is {_base_of(path / 'adapter')}"
-        return f"{path} is the output of a run{own or base}"
+        merged = f": give {path / 'merged'}" if (path / "merged" / "config.json").is_file() else ""
+        base = "" if merged else f": its base is {_base_of(path / 'adapter')}"
+        return f"{path} is the output of a run{merged or base}"
     if snapshots := sorted((path / "snapshots").glob("*/config.json")):
         return f"{path} is a folder of the hub's cache: give {snapshots[-1].parent}"
     if files := sorted(path.glob("*.gguf")):

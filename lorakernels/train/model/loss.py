@@ -78,7 +78,7 @@ def _head_loss(
 
 
 def changed(logits: Tensor, change: LogitChange | None) -> Tensor:
-    """What the model makes of its head's `logits`."""
+    """The logits that the model returns, computed from its head's `logits`."""
     if change is None:
         return logits
     logits = logits * change.scale

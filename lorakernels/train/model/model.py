@@ -15,13 +15,13 @@ import torch.utils.deterministic
 from torch import Tensor, nn
 
 from lorakernels import BaseFiles, ContextParallel, change_of_logits, load_quantized
-from lorakernels.train.data.packing import Batch, attention_mask
+from lorakernels.train.data.packing import PackedBatch, attention_mask
 from lorakernels.train.errors import ModelError, OptionError, require
 from lorakernels.train.model.folder import why_no_model
 from lorakernels.train.model.loss import chunked_cross_entropy
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 MASKLESS = "lorakernels_maskless_sdpa"  # transformers' sdpa under a name for which it makes no mask
 # The first is CUDA's, the second is what torch calls it from 2.9 on
@@ -29,7 +29,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008  (frozen)
+def pick_device(name: str, ranks: RunRanks = RunRanks()) -> torch.device:  # noqa: B008  (frozen)
     """The device called ``name``. With several ranks, "auto" and "cuda" are the GPU of this rank.
 
     Raises:
@@ -46,9 +46,9 @@ def pick_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B00
     if device.type not in ("cpu", "cuda"):
         raise OptionError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda":
-        found = torch.cuda.device_count()
-        if (device.index or 0) >= found:
-            raise OptionError(f"device {name} was asked for, this machine has {found} CUDA devices")
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise OptionError(f"device {name} was asked for, this machine has {count} CUDA devices")
         return torch.device("cuda", device.index or 0)
     return device
 
@@ -159,8 +159,8 @@ def load_model(
 ) -> nn.Module:
     """The base model in ``dtype`` on ``device``, by transformers.
 
-    Every tensor must come from the directory, and every tensor there must be used. ``say`` is told of those that
-    transformers leaves out by its own lists. ``progress`` is told the bytes read of a base in block FP8.
+    Every tensor must come from the directory, and every tensor there must be used. ``say`` reports tensors
+    that transformers leaves out by its own lists. ``progress`` reports the bytes read of a base in block FP8.
 
     Raises:
         ModelError: a tensor is missing or has no place, or the model cannot be loaded.
@@ -260,7 +260,7 @@ def _dequantized(
 
 
 def not_read(names: Sequence[str]) -> str:
-    """What a report says of tensors that were left out."""
+    """The sentence of a report about tensors that were left out."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"not read, since the model does not compute with them: {', '.join(names[:3])}{more}"
 
@@ -286,7 +286,7 @@ def decoder_and_head(model: Any) -> tuple[nn.Module, nn.Module]:
     return decoder, head
 
 
-def hidden_states(model: Any, batch: Batch, isolate: bool = True) -> Tensor:
+def hidden_states(model: Any, batch: PackedBatch, isolate: bool = True) -> Tensor:
     """Hidden states [B, T, H] of a packed batch.
 
     Documents in a row do not see each other, unless ``isolate`` is False. In that case a row is one causal sequence.
@@ -333,7 +333,7 @@ def window_of(config: Any, tokens: int) -> int | None:
     return window if window and 0 < window < tokens else None
 
 
-def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
+def places_of(decoder: Any, batch: PackedBatch) -> dict[str, Any]:
     """The arguments that say where tokens are, and keep packed documents apart.
 
     Fused layers get the starts of the documents; their attention then computes nothing between documents. Other layers
@@ -359,8 +359,8 @@ def places_of(decoder: Any, batch: Batch) -> dict[str, Any]:
     }
 
 
-def places_over_ranks(batch: Batch) -> dict[str, Any]:
-    """The arguments that say where this rank's tokens are, where ranks share rows. Starts are those of whole rows."""
+def places_over_ranks(batch: PackedBatch) -> dict[str, Any]:
+    """Arguments with the positions of this rank's tokens, where ranks share rows. Starts count in whole rows."""
     where: dict[str, Any] = {"position_ids": batch.positions, "cu_seq_lens_q": batch.starts}
     if batch.starts is not None and batch.longest is not None:
         where["max_length_q"] = batch.longest
@@ -394,16 +394,16 @@ def is_fused(decoder: Any) -> bool:
 
 
 def _dtype(decoder: Any, embedding: Any) -> torch.dtype:
-    """That of hidden states. A stage without the embedding has norms of its dtype."""
+    """The dtype of hidden states. In a stage without the embedding, the norms have it."""
     weight = getattr(embedding, "weight", None)
     if weight is None:
         frozen = (p for p in decoder.parameters() if p.is_floating_point() and not p.requires_grad)
         weight = next(p for p in frozen if p.element_size() > 1)
-    found: torch.dtype = weight.dtype
-    return found
+    dtype: torch.dtype = weight.dtype
+    return dtype
 
 
-def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> Tensor:
+def summed_loss(model: Any, batch: PackedBatch, chunk: int, isolate: bool = True) -> Tensor:
     """Sum of the token losses of a batch, an fp32 scalar."""
     _, head = decoder_and_head(model)
     hidden = hidden_states(model, batch, isolate).flatten(0, 1)
@@ -413,7 +413,7 @@ def summed_loss(model: Any, batch: Batch, chunk: int, isolate: bool = True) -> T
 
 def mean_loss(
     model: Any,
-    batch: Batch,
+    batch: PackedBatch,
     options: FinetuneOptions,
     items: Tensor,
     head8: tuple[Tensor, Tensor] | None = None,

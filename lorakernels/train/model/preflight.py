@@ -20,7 +20,7 @@ from lorakernels import LoRAConfig, apply_lora, check_export
 from lorakernels.train.data.tokens import TokenFile
 from lorakernels.train.errors import ModelError, OptionError
 from lorakernels.train.files.written import MERGED
-from lorakernels.train.model.disk import Trained
+from lorakernels.train.model.disk import TrainedSize
 from lorakernels.train.model.model import attention_of, decoder_and_head, quiet_transformers
 from lorakernels.train.options.options import FinetuneOptions
 
@@ -29,7 +29,7 @@ RECURRENT = {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "rwkv"}
 
 def check_before_loading(
     directory: Path, options: FinetuneOptions, lora: LoRAConfig, say: Callable[[str], None]
-) -> tuple[Any, Trained]:
+) -> tuple[Any, TrainedSize]:
     """Check what the model's config alone shows, and report through `say`. Returns the config of the model's text
     part, and what will be trained.
 
@@ -63,7 +63,7 @@ def check_before_loading(
     if experts := _experts(model):
         say(experts)
     adapters = [p for p in model.parameters() if p.requires_grad]
-    return text, Trained(sum(p.numel() for p in adapters), len(adapters), merged)
+    return text, TrainedSize(sum(p.numel() for p in adapters), len(adapters), merged)
 
 
 def read_config(directory: Path) -> Any:
@@ -106,28 +106,28 @@ def check_length(config: Any, seq_len: int) -> None:
 def check_vocabulary(config: Any, files: Iterable[TokenFile]) -> None:
     """Raise ModelError for a token that the model of `config` has no embedding for: a GPU would only assert."""
     for file in files:
-        token, known = file.max_token, config.vocab_size
-        if token >= known:
+        token, vocabulary = file.max_token, config.vocab_size
+        if token >= vocabulary:
             raise ModelError(
-                f"{file.place_of(token)}: the tokenizer makes token {token}, the model knows {known}: they do not "
+                f"{file.place_of(token)}: the tokenizer makes token {token}, the model knows {vocabulary}: they do not "
                 "belong together"
             )
 
 
 def _check_layers(config: Any) -> None:
-    if found := RECURRENT & set(getattr(config, "layer_types", None) or ()):
+    if recurrent := RECURRENT & set(getattr(config, "layer_types", None) or ()):
         raise ModelError(
-            f"{config.model_type} has recurrent layers ({', '.join(sorted(found))}), in which documents packed into a "
-            "row would see each other: finetune cannot train it correctly; --no-isolate-documents takes a row as one "
-            "sequence"
+            f"{config.model_type} has recurrent layers ({', '.join(sorted(recurrent))}), in which documents packed "
+            "into a row would see each other: finetune cannot train it correctly; --no-isolate-documents takes a row "
+            "as one sequence"
         )
 
 
 def _check_divides(config: Any, tp: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        found = getattr(config, name, None)
-        if found and found % tp:
-            raise OptionError(f"tp must divide the model's {name}, {found}, got {tp}")
+        size = getattr(config, name, None)
+        if size and size % tp:
+            raise OptionError(f"tp must divide the model's {name}, {size}, got {tp}")
 
 
 def _check_head(model: Any, options: FinetuneOptions) -> None:

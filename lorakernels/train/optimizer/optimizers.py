@@ -92,16 +92,16 @@ def groups(
 
     `ratio_of(name)` multiplies the learning rate.
     """
-    found: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    parameters_of: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for matrix in (True, False):
         for name, parameter in trained.items():
             if (parameter.ndim >= 2) is matrix:
                 fast = not matrix or _factor_of(name) == "lora_B"
                 ratio = ratio_of(name) * (options.loraplus_lr_ratio if fast else 1.0)
-                found.setdefault((matrix, ratio), []).append(parameter)
+                parameters_of.setdefault((matrix, ratio), []).append(parameter)
     return [
         {"params": parameters, "weight_decay": options.weight_decay * matrix, RATIO: ratio}
-        for (matrix, ratio), parameters in found.items()
+        for (matrix, ratio), parameters in parameters_of.items()
     ]
 
 

@@ -88,7 +88,7 @@ def _check_needed(options: OptionValues) -> None:
 
 
 def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
-    """Raise OptionError if the files of `output` would be read as those of a folder among the `entries` of `name`."""
+    """Raise OptionError if a folder among the `entries` of `name` holds `output`: its files would be read as data."""
     for entry in entries:
         if is_searched(Path(entry)) and _is_within(output, entry, shown=True):
             raise OptionError(
@@ -98,11 +98,11 @@ def check_apart(name: str, entries: Sequence[str], output: str | None) -> None:
 
 
 def _check_jobs(options: OptionValues) -> None:
-    """What several adapters in one batch do not go with."""
+    """Refuse options that do not go with several adapters in one batch."""
     for name, alone in WITH_JOBS.items():
-        found = getattr(options, name)
-        if found not in (alone if isinstance(alone, tuple) else (alone,)):
-            raise OptionError(f"{name} must be {_shown(alone)} with jobs, got {found!r}")
+        setting = getattr(options, name)
+        if setting not in (alone if isinstance(alone, tuple) else (alone,)):
+            raise OptionError(f"{name} must be {_shown(alone)} with jobs, got {setting!r}")
 
 
 def _shown(value: object) -> str:
@@ -135,13 +135,15 @@ def _check_choices(options: OptionValues) -> None:
         )
     for item in fields(options):
         allowed, value = item.metadata["choices"], getattr(options, item.name)
-        for given in value if isinstance(value, list) else [value]:
-            if allowed and given is not None and given not in allowed:
-                raise OptionError(f"{item.name} must be one of {', '.join(allowed)}, got {given!r}")
+        for choice in value if isinstance(value, list) else [value]:
+            if allowed and choice is not None and choice not in allowed:
+                raise OptionError(
+                    f"{item.name} must be one of {', '.join(allowed)}, got {choice!r}"
+                )
 
 
 def _check_ends(options: OptionValues) -> None:
-    """What ends a run, or brings it back, needs evaluations or checkpoints."""
+    """Refuse options that end a run, or go back to a checkpoint, without the evaluations or checkpoints they need."""
     if (names := options.needs_held_out()) and not (options.eval_fraction or options.eval_data):
         raise OptionError(
             f"{names[0]} reads a held-out loss: eval_fraction is 0 and there is no eval_data"
@@ -216,7 +218,7 @@ def _check_runtime(options: OptionValues) -> None:
 
 
 def _check_context(options: OptionValues) -> None:
-    """What rows over several ranks do not have."""
+    """Refuse options that rows shared by several ranks do not support."""
     if options.cp == 1:
         return
     if options.seq_len % (2 * options.cp):
@@ -246,7 +248,7 @@ WITH_PP = {
 
 
 def _check_pipeline(options: OptionValues) -> None:
-    """What stages of a model do not have."""
+    """Refuse options that pipeline stages do not support."""
     if options.pp == 1:
         return
     _check_beside(options, "pp", WITH_PP)
@@ -268,7 +270,7 @@ WITH_TP = {
 
 
 def _check_tensor(options: OptionValues) -> None:
-    """What layers over several ranks do not have."""
+    """Refuse options that layers split over several ranks do not support."""
     if options.tp == 1:
         if not options.sequence_parallel:
             raise OptionError("sequence_parallel is for tp above 1: drop --no-sequence-parallel")
@@ -291,7 +293,7 @@ def _check_beside(options: OptionValues, parallel: str, allowed: Mapping[str, An
 
 
 def _check_recipe(options: OptionValues) -> None:
-    """What block scaling does not have."""
+    """Refuse options that block scaling does not support."""
     if options.fp8_recipe != "block":
         return
     if not options.fp8:

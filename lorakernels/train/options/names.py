@@ -107,27 +107,27 @@ GONE = {
 }
 
 
-def near(name: str, known: Collection[str]) -> list[str]:
-    """Up to three of the `known` options that `name` may have meant, the likeliest first. `name` has underscores."""
-    if name in OURS and OURS[name] in known:
+def near(name: str, options: Collection[str]) -> list[str]:
+    """Up to three of the `options` that `name` may have meant, the likeliest first. `name` has underscores."""
+    if name in OURS and OURS[name] in options:
         return [OURS[name]]
-    names = [*known, *OURS]
+    names = [*options, *OURS]
     close, loose = (difflib.get_close_matches(name, names, 6, cutoff) for cutoff in (0.8, 0.6))
-    found = close or loose
-    ours = dict.fromkeys(OURS.get(each, each) for each in found)
-    return [each for each in ours if each in known][:3]
+    matches = close or loose
+    ours = dict.fromkeys(OURS.get(option, option) for option in matches)
+    return [option for option in ours if option in options][:3]
 
 
-def why_absent(name: str, known: Collection[str], absent: Mapping[str, str]) -> str | None:
-    """What `absent`, {name: why not}, says of the name that `name` most likely is. None: it is nearer to an option."""
-    closest = difflib.get_close_matches(name, [*known, *OURS, *absent], 1, 0.8)
+def why_absent(name: str, options: Collection[str], absent: Mapping[str, str]) -> str | None:
+    """The reason in `absent`, {name: why not}, for the name closest to `name`. None if an option is closer."""
+    closest = difflib.get_close_matches(name, [*options, *OURS, *absent], 1, 0.8)
     return absent.get(closest[0]) if closest else None
 
 
 def unknown_argument(
-    words: Sequence[str], known: Collection[str], absent: Mapping[str, str] | None = None
+    words: Sequence[str], options: Collection[str], absent: Mapping[str, str] | None = None
 ) -> str:
-    """The message about words of a command line that are none of the `known` options. `absent`: {name: why not}."""
+    """The message about words of a command line that are none of the `options`. `absent`: {name: why not}."""
     flag = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
     if flag is None:
         return f"unexpected argument {words[0]!r}: a switch takes no value, --no-NAME turns it off"
@@ -136,10 +136,10 @@ def unknown_argument(
         return f"{flag}: {GONE[name]}: drop it"
     negated = name.startswith("no_") and name not in OURS
     prefix, name = ("--no-", name.removeprefix("no_")) if negated else ("--", name)
-    if why := why_absent(name, known, absent or {}):
+    if why := why_absent(name, options, absent or {}):
         return f"unknown option {flag}: {why}"
-    flags = [prefix + each.replace("_", "-") for each in near(name, known)]
-    page = "--help-all" if "help_all" in known else "--help"
+    flags = [prefix + option.replace("_", "-") for option in near(name, options)]
+    page = "--help-all" if "help_all" in options else "--help"
     return f"unknown option {flag}; " + (
         f"did you mean {' or '.join(flags)}?" if flags else f"see {page}"
     )

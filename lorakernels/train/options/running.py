@@ -130,21 +130,21 @@ class RunningOptions:
         if text is None:
             return {}
         try:
-            found = load_json(text)
+            arguments = load_json(text)
         except NameTwice as error:
             raise OptionError(f"lr_scheduler_kwargs: {error}") from error
         except ValueError as error:
             raise OptionError(f"lr_scheduler_kwargs is not JSON: {error}") from error
-        if not isinstance(found, dict):
+        if not isinstance(arguments, dict):
             raise OptionError(f"lr_scheduler_kwargs must be a JSON object, got {text}")
         if self.lr_scheduler_type in (OWN_SCHEDULE, "constant", "constant_with_warmup"):
             raise OptionError(
-                f"lr_scheduler_kwargs: {self.lr_scheduler_type} takes none, found {', '.join(found) or text}"
+                f"lr_scheduler_kwargs: {self.lr_scheduler_type} takes none, found {', '.join(arguments) or text}"
             )
-        return found
+        return arguments
 
     def needs_held_out(self) -> list[str]:
         """Names of the options that were set and that read a held-out loss."""
         names = ("load_best_model_at_end", "early_stopping_patience")
-        found = [name for name in names if getattr(self, name)]
-        return found + ["target_loss"] * (self.target_loss is not None)
+        enabled = [name for name in names if getattr(self, name)]
+        return enabled + ["target_loss"] * (self.target_loss is not None)

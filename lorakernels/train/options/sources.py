@@ -27,15 +27,15 @@ LISTS_OF_NAMES = {"target_modules", "exclude_modules", "target_parameters", "log
 def kinds() -> dict[str, Kind]:
     """{name: (scalar type, is a list, may be None)}."""
     hints = typing.get_type_hints(FinetuneOptions)
-    found: dict[str, Kind] = {}
+    kind_of: dict[str, Kind] = {}
     for item in fields(FinetuneOptions):
         hint = hints[item.name]
         optional = isinstance(hint, types.UnionType)
         if optional:
             hint = next(a for a in typing.get_args(hint) if a is not type(None))
         is_list = typing.get_origin(hint) is list
-        found[item.name] = (typing.get_args(hint)[0] if is_list else hint, is_list, optional)
-    return found
+        kind_of[item.name] = (typing.get_args(hint)[0] if is_list else hint, is_list, optional)
+    return kind_of
 
 
 def default_of(item: Field[Any]) -> Any:
@@ -86,7 +86,7 @@ def read_yaml(path: str) -> dict[str, Any]:
         raise OptionError(
             f"{path} must hold a mapping of option names, found {type(loaded).__name__}"
         )
-    known = kinds()
+    options = kinds()
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
@@ -94,33 +94,35 @@ def read_yaml(path: str) -> dict[str, Any]:
             raise OptionError(f"{path}: {name}: {GONE[name]}, got {value!r}: drop it")
         if name in GONE:
             continue
-        if name not in known:
-            raise OptionError(f"{path}: unknown option {key!r}{_hint(name, known)}")
+        if name not in options:
+            raise OptionError(f"{path}: unknown option {key!r}{_hint(name, options)}")
         if name in values:
             raise OptionError(f"{path}: {name} is given twice, once with a dash: leave one out")
-        values[name] = _typed(name, value, known[name], path)
+        values[name] = _typed(name, value, options[name], path)
     return values
 
 
-def _hint(name: str, known: Collection[str]) -> str:
-    if why := why_absent(name, known, ABSENT):
+def _hint(name: str, options: Collection[str]) -> str:
+    if why := why_absent(name, options, ABSENT):
         return f": {why}"
-    meant = near(name, known)
+    meant = near(name, options)
     return (
-        f"; did you mean {' or '.join(meant)}?" if meant else f"; known: {', '.join(sorted(known))}"
+        f"; did you mean {' or '.join(meant)}?"
+        if meant
+        else f"; known: {', '.join(sorted(options))}"
     )
 
 
-def resolve(given: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> FinetuneOptions:
-    """Merge the sources of options and check the result. ``given`` holds only what the command line said.
+def resolve(arguments: Mapping[str, Any], demo_defaults: Mapping[str, Any]) -> FinetuneOptions:
+    """Merge the sources of options and check the result. ``arguments`` are those of the command line.
 
     Raises:
         OptionError: an option is unknown, of the wrong type or out of range.
     """
-    given = dict(given)
-    config = given.pop("config", None)
+    arguments = dict(arguments)
+    config = arguments.pop("config", None)
     values = read_yaml(config) if config else {}
-    values.update(given)
+    values.update(arguments)
     for name in LISTS_OF_NAMES & set(values):
         values[name] = names_of(values[name])
     if values.get("demo"):

@@ -96,7 +96,7 @@ class OptionValues(RunningOptions):
     train_on_inputs: bool = option(
         False,
         "data",
-        "the loss of chats and completions covers all tokens, also those of prompts, not the answers only",
+        "the loss of chats and completions covers all tokens, including prompts, not the answers only",
     )
     skip_bad_rows: bool = option(
         False, "data", "count rows that cannot be used and leave them out, instead of stopping"
@@ -229,7 +229,7 @@ class OptionValues(RunningOptions):
     eager: bool = option(
         False,
         "runtime",
-        "launch every kernel anew instead of replaying CUDA graphs on a GPU; slower where the host bounds",
+        "launch every kernel one by one instead of replaying CUDA graphs on a GPU; slower where the host bounds",
     )
     graphs: str = option(
         "auto",
@@ -252,7 +252,7 @@ class OptionValues(RunningOptions):
     offload_activations: bool = option(
         False,
         "runtime",
-        "keep in pinned host memory what is largest of --save fp8, gate and up, or the layer's input of --save "
+        "keep the largest tensors in pinned host memory: gate and up of --save fp8, or the layer's input of --save "
         "checkpoint; with --memory-budget, where the budget asks for it",
     )
     layout: str = option(
@@ -272,7 +272,7 @@ class OptionValues(RunningOptions):
     shared_dropout: bool = option(
         True,
         "runtime",
-        "one dropout mask for the adapters of q, k, v and one for those of gate, up in fused layers",
+        "in fused layers, one dropout mask for the adapters of q, k, v and one for the adapters of gate, up",
     )
     cp: int = option(
         1,

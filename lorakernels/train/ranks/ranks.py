@@ -27,7 +27,7 @@ import torch.distributed.nn.functional  # before any group: see _free_groups_at_
 from torch import Tensor
 
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.ranks.watch import Watch
+from lorakernels.train.ranks.watch import RankWatch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 STEP, WORK = timedelta(seconds=60), timedelta(hours=2)
@@ -42,7 +42,7 @@ def wait_for(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RunRanks:
     """This process among `size` processes. By default it is alone, and no method communicates.
 
     Ranks lie as in a mesh ("pp", "replica", "cp", "tp"). So stages are far from each other, and parts of layers near.
@@ -50,7 +50,7 @@ class Ranks:
     Attributes:
         rank: this process's number among all.
         size: the number of all processes.
-        local: this process's number among those of its machine.
+        local: this process's number on its machine.
         cp: how many ranks, `tp` apart, share each row. Such ranks are in one replica.
         pp: how many ranks, `size` / `pp` apart, have a model's stages. Such ranks are in one replica.
         tp: how many ranks after each other have a model's layers together. Such ranks are in one replica.
@@ -104,12 +104,12 @@ class Ranks:
             return None
         if count == self.size:
             return dist.group.WORLD
-        own = None
+        group = None
         for first in (rank for rank in range(self.size) if rank // apart % count == 0):
             members = range(first, first + count * apart, apart)
             made = dist.new_group([*members], timeout=STEP)
-            own = made if self.rank in members else own
-        return own
+            group = made if self.rank in members else group
+        return group
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place.
@@ -141,8 +141,10 @@ class Ranks:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             self.add_up([*gradients, present, *others])
             if any(p.grad is None for p in parameters):
-                for p, gradient, found in zip(parameters, gradients, present.tolist(), strict=True):
-                    p.grad = gradient if found else None
+                for p, gradient, exists in zip(
+                    parameters, gradients, present.tolist(), strict=True
+                ):
+                    p.grad = gradient if exists else None
         return [p.grad for p in parameters if p.grad is not None]
 
     def together(self, work: Callable[[], _T]) -> _T:
@@ -155,12 +157,12 @@ class Ranks:
         error: Exception | None = None
         try:
             result = work()
-        except Exception as found:  # any: the other ranks wait below
-            error = found
+        except Exception as raised:  # any: the other ranks wait below
+            error = raised
         if self.size > 1:
             said: list[str | None] = [None] * self.size
-            own = None if error is None else str(error) or type(error).__name__
-            dist.all_gather_object(said, own, group=self.patient)
+            message = None if error is None else str(error) or type(error).__name__
+            dist.all_gather_object(said, message, group=self.patient)
             stopped = [rank for rank, text in enumerate(said) if text is not None]
             if stopped and error is None:
                 error = FinetuneError(f"rank {stopped[0]} stopped: {said[stopped[0]]}")
@@ -169,28 +171,28 @@ class Ranks:
         return result
 
     def on_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on rank 0 while the others wait. If it raises, all ranks raise."""
+        """Run `work` on rank 0 while all other ranks wait. If it raises, all ranks raise."""
         self.together(work if self.first else lambda: None)
 
     def from_all(self, value: _T) -> list[_T]:
         """The value of each rank, which pickle takes, on all ranks."""
         if self.size == 1:
             return [value]
-        found: list[_T] = [value] * self.size
-        dist.all_gather_object(found, value, group=self.patient)
-        return found
+        gathered: list[_T] = [value] * self.size
+        dist.all_gather_object(gathered, value, group=self.patient)
+        return gathered
 
     def from_first(self, value: _T) -> _T:
         """Rank 0's value, which pickle takes, on all ranks."""
         if self.size == 1:
             return value
-        found = [value]
-        dist.broadcast_object_list(found, src=0, group=self.patient)
-        return found[0]
+        broadcast = [value]
+        dist.broadcast_object_list(broadcast, src=0, group=self.patient)
+        return broadcast[0]
 
 
 @contextlib.contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
+def joined(device: torch.device) -> Iterator[RunRanks]:
     """Join the process group that torchrun's variables describe, and leave it at the end.
 
     The backend is NCCL on GPUs and gloo on CPUs.
@@ -211,7 +213,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         dist.init_process_group("gloo", timeout=STEP)
     del meeting  # without torchrun it is rank 0's, and the group's store is the same one
     patient = dist.new_group(backend="gloo", timeout=WORK)
-    watch, done = Watch(lambda: _lost(ranks)), False
+    watch, done = RankWatch(lambda: _lost(ranks)), False
     try:
         yield replace(ranks, patient=patient)
         done = True
@@ -231,7 +233,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
 
 @cache
 def _free_groups_at_exit() -> None:
-    """Groups that only cycles keep, such as that of a run, end while Python still runs.
+    """Destroy process groups that only reference cycles keep alive, such as a run's, while Python still runs.
 
     `destroy_process_group` does not end a group's threads of gloo's. One that releases a work's tensors while Python is
     being finalized aborts the process (https://github.com/pytorch/pytorch/issues/190489). `lorakernels.parallel` ends
@@ -241,7 +243,7 @@ def _free_groups_at_exit() -> None:
     atexit.register(gc.collect)
 
 
-def _meet(ranks: Ranks) -> dist.Store:
+def _meet(ranks: RunRanks) -> dist.Store:
     """Collective: the store where all ranks have said that they are there.
 
     A group connects its ranks within its timeout. A rank that begins later, on a loaded machine, would miss `STEP`.
@@ -253,7 +255,7 @@ def _meet(ranks: Ranks) -> dist.Store:
     return store
 
 
-def _lost(ranks: Ranks) -> str:
+def _lost(ranks: RunRanks) -> str:
     return (
         f"rank {ranks.rank} lost contact with the others: one of them ended, and its own message says why, or it did "
         f"not answer for {STEP.seconds} s. The last checkpoint stands, --resume goes on from it."
@@ -265,17 +267,17 @@ def is_about_peers(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
-def ranks_of_environment() -> Ranks:
+def ranks_of_environment() -> RunRanks:
     """The ranks that torchrun's variables describe. WORLD_SIZE=1 means one process, whatever else a launcher set.
 
     Raises:
         OptionError: only some of the variables are set, or one is not a number.
     """
-    found = {name: os.environ.get(name) for name in VARIABLES}
-    if found["WORLD_SIZE"] == "1" or not any(found.values()):
-        return Ranks()
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    if variables["WORLD_SIZE"] == "1" or not any(variables.values()):
+        return RunRanks()
     try:
-        rank, size, local = (int(str(found[name])) for name in VARIABLES)
+        rank, size, local = (int(str(variables[name])) for name in VARIABLES)
     except ValueError as error:
-        raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {found}") from error
-    return Ranks(rank, size, local)
+        raise OptionError(f"torchrun sets {', '.join(VARIABLES)}, found {variables}") from error
+    return RunRanks(rank, size, local)

@@ -25,7 +25,7 @@ GRACE = 5.0  # seconds in which this rank may end by itself, with a message of i
 ENDED, LOST = 0.0, 1.0
 
 
-class Watch:
+class RankWatch:
     """Collective: the ranks of the default group watch each other from now on, until `end`.
 
     Args:
@@ -53,10 +53,10 @@ class Watch:
             self._thread.join()
 
     def _wait(self) -> None:
-        told = torch.tensor([LOST])
+        message = torch.tensor([LOST])
         with contextlib.suppress(RuntimeError):  # of gloo: the connection broke
-            dist.recv(told, self._before, group=self._group)
-        if float(told) == ENDED:
+            dist.recv(message, self._before, group=self._group)
+        if float(message) == ENDED:
             return
         # The one after may have ended. The group is no longer torch's, if this rank is about to end by itself.
         with contextlib.suppress(RuntimeError):

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend
 
 from lorakernels import BlockScaling, ContextParallel, LoRAReport
 from lorakernels.train.errors import OptionError
-from lorakernels.train.model.flops import Sizes
+from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.model.model import decoder_and_head, takes_starts, window_of
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.options.running import CAPTURED_OPTIMS
@@ -28,7 +28,7 @@ NAMES = {
 
 
 def choices(
-    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: Sizes, longest: int
+    report: LoRAReport, runtime: Runtime, fused: Fused, where: str, sizes: ModelCounts, longest: int
 ) -> list[str]:
     """One line each for device and precision, layers, attention, graphs and reproducibility.
 
@@ -95,7 +95,7 @@ def attention_backend(
 ) -> tuple[str, str]:
     """The attention backend that a step's rows take, and why it is not cuDNN's graphs where those were faster.
 
-    The backend is asked with tensors of the rows' shapes, by which torch chooses, and with the tokens of the `longest`
+    torch chooses by shapes, so the question is asked with tensors of the rows' shapes. `longest`: tokens of the longest
     document.
 
     Raises:
@@ -117,16 +117,16 @@ def attention_backend(
         mask = torch.ones(tokens, dtype=torch.bool, device=weight.device)
         mask = mask.expand(rows, 1, tokens, tokens)
     if fused.report is not None:
-        asked: str | torch.Tensor = "causal" if mask is None else mask
+        pattern: str | torch.Tensor = "causal" if mask is None else mask
         if takes_starts(decoder, weight) and mask is not None and window is None:
-            asked = "packed"
-        chosen = fused.report.backend_for(q, k, v, asked, longest)
+            pattern = "packed"
+        chosen = fused.report.backend_for(q, k, v, pattern, longest)
         if chosen[0] != "torch":  # torch chooses among its kernels below
             return chosen
     if mask is not None:  # transformers repeats k and v when it passes a mask
         k = v = q
-    found = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
-    return SDPBackend(found).name.lower().removesuffix("_attention"), ""
+    backend = torch._fused_sdp_choice(q, k, v, mask, 0.0, mask is None, enable_gqa=mask is None)
+    return SDPBackend(backend).name.lower().removesuffix("_attention"), ""
 
 
 def _window(model: Any, options: FinetuneOptions, longest: int) -> int | None:
@@ -137,7 +137,7 @@ def _window(model: Any, options: FinetuneOptions, longest: int) -> int | None:
 
 def _graphs(runtime: Runtime) -> str:
     if runtime.scope is None:
-        return f"none, every kernel is launched anew: {runtime.why_not}"
+        return f"none, every kernel is launched one by one: {runtime.why_not}"
     what = "whole steps" if runtime.scope == "step" else "layers"
     optim = runtime.options.optim
     why = "" if optim in CAPTURED_OPTIMS else f"; no graph of a whole step can hold {optim}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the held-out losses of a run have said, and whether they end it. Every checkpoint holds it."""
+"""The history of a run's held-out losses, and whether they end the run. Every checkpoint holds it."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ STEP = "train/global_step"
 
 
 class Logger(Protocol):
-    """Where metrics go."""
+    """A destination of metrics."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -152,7 +152,7 @@ KINDS: dict[str, Callable[[Run], Logger]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a logger is told about a run.
+    """A run, as loggers see it.
 
     Attributes:
         output: the run's directory.
@@ -197,7 +197,7 @@ def open_loggers(options: FinetuneOptions, step: int, say: Callable[[str], None]
 
 
 def _identity(path: Path, resumed: bool) -> str:
-    """The id in run.json. A run that is not resumed makes it anew, as one does that finds none."""
+    """The id in run.json if the run is resumed and has one; otherwise a new id, which is written there."""
     if resumed:
         with suppress(OSError, ValueError, KeyError, TypeError):
             return str(json.loads(path.read_bytes())["id"])

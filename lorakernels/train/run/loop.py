@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import ContextParallel, FP8State, quantize_head
-from lorakernels.train.data.packing import Batch, PackedRows, RowOrder, spread
+from lorakernels.train.data.packing import PackedBatch, PackedRows, RowOrder, spread
 from lorakernels.train.errors import CheckpointError, Diverged
 from lorakernels.train.files.checkpoint import (
     Checkpoint,
@@ -39,14 +39,14 @@ from lorakernels.train.files.checkpoint import (
     set_rng_state,
 )
 from lorakernels.train.layouts.context import own_part
-from lorakernels.train.layouts.parts import Parts
-from lorakernels.train.layouts.pipeline import Stages
+from lorakernels.train.layouts.parts import RankPart
+from lorakernels.train.layouts.pipeline import PipelinePart
 from lorakernels.train.model.model import decoder_and_head, mean_loss, summed_loss
 from lorakernels.train.optimizer.optimizers import Updater
 from lorakernels.train.optimizer.schedule import make_schedule
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.progress import Observer, nobody
-from lorakernels.train.ranks.ranks import STEP, Ranks, wait_for
+from lorakernels.train.ranks.ranks import STEP, RunRanks, wait_for
 from lorakernels.train.run.runtime import Runtime
 
 # buffers of layers that OLoRA or PiSSA started from their base weight
@@ -82,7 +82,7 @@ class StepRows:
     The rest is of all ranks together: numbers of the rows, tokens, trained labels, and where the next step begins.
     """
 
-    batches: list[Batch]
+    batches: list[PackedBatch]
     numbers: list[int]
     inputs: int
     targets: int
@@ -98,7 +98,7 @@ class StepResult:
     seconds: float
     skipped: bool
     replayed: bool = False
-    stop: bool = False  # whether any rank was asked to stop
+    stop: bool = False  # whether any rank got a request to stop
 
 
 class Trainer:
@@ -114,12 +114,12 @@ class Trainer:
         rows: PackedRows,
         fp8_state: FP8State | None,
         runtime: Runtime | None = None,
-        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+        ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
         self.runtime, self.ranks, self.context = runtime, ranks, ContextParallel.of(model)
-        self.parts: Parts | None = Parts.of(model)
-        self.stages: Stages | None = Stages.of(model)
+        self.parts: RankPart | None = RankPart.of(model)
+        self.stages: PipelinePart | None = PipelinePart.of(model)
         head = decoder_and_head(model)[1] if options.fp8_head else None
         self.head8 = None if head is None else quantize_head(head.get_parameter("weight"))
         self.trainable = self._trained()
@@ -156,21 +156,21 @@ class Trainer:
         lr = self.schedule(self.counters.step)
         self.updater.set_rate(lr)
         self._set_items(rows)
-        asked = torch.full((), float(stop), device=self.device)
-        loss, norm = self._run(rows.batches, asked)
+        stopping = torch.full((), float(stop), device=self.device)
+        loss, norm = self._run(rows.batches, stopping)
         replayed = self.runtime is not None and self.runtime.replayed
         if self.runtime is not None:
             self.runtime.end_step(self.counters.step + 1)
         self._fetch(rows.stop)
         # This is the only wait of a step. By now everything is launched and the next rows are on their way.
-        value, norm_value, stops = torch.stack([loss, norm, asked]).tolist()
+        value, norm_value, stops = torch.stack([loss, norm, stopping]).tolist()
         skipped = not (math.isfinite(value) and math.isfinite(norm_value))
         self._count(rows, skipped)
         seconds = self._seconds = time.perf_counter() - began
         return StepResult(value, norm_value, lr, rows.inputs, seconds, skipped, replayed, stops > 0)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """What the optimizer steps, by name."""
+        """The parameters that the optimizer steps, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _ratio(self, name: str) -> float:
@@ -180,24 +180,24 @@ class Trainer:
     def _set_items(self, rows: StepRows) -> None:
         self.items.fill_(rows.targets)
 
-    def _run(self, batches: list[Batch], asked: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, batches: list[PackedBatch], stopping: Tensor) -> tuple[Tensor, Tensor]:
         """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
         tensors = [batch.tensors() for batch in batches]
         if self.runtime is None:
-            return self._compute(tensors, asked)
-        return self.runtime.run(self._compute, self.optimizer, tensors, asked)
+            return self._compute(tensors, stopping)
+        return self.runtime.run(self._compute, self.optimizer, tensors, stopping)
 
     def _compute(
-        self, batches: list[tuple[Tensor | None, ...]], asked: Tensor
+        self, batches: list[tuple[Tensor | None, ...]], stopping: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The device's whole work of a step. Nothing here depends on a value on the host."""
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._forward_and_backward(
-            [Batch.of(tensors, self.rows.longest) for tensors in batches]
+            [PackedBatch.of(tensors, self.rows.longest) for tensors in batches]
         )
         adder = self.ranks if self.parts is None else self.parts
         self._keep_near()
-        gradients = adder.add_up_gradients([*self.trainable.values()], loss, asked)
+        gradients = adder.add_up_gradients([*self.trainable.values()], loss, stopping)
         norm = self._clip(gradients)
         self.updater.step(torch.isfinite(loss) & torch.isfinite(norm))
         if self.fp8_state is not None:
@@ -209,7 +209,7 @@ class Trainer:
         if self._seconds >= LONG and self.ranks.size > 1:
             wait_for(self.device)
 
-    def _forward_and_backward(self, batches: list[Batch]) -> Tensor:
+    def _forward_and_backward(self, batches: list[PackedBatch]) -> Tensor:
         """Forward and backward of all microbatches. Returns this rank's part of the step's loss, an fp32 scalar."""
         if self.stages is not None:
             return self._through_stages(self.stages, batches)
@@ -226,7 +226,7 @@ class Trainer:
             loss += micro.detach()
         return loss if self.ranks.counts else torch.zeros_like(loss)
 
-    def _through_stages(self, stages: Stages, batches: list[Batch]) -> Tensor:
+    def _through_stages(self, stages: PipelinePart, batches: list[PackedBatch]) -> Tensor:
         """The same, where microbatches run through the stages of several ranks."""
         if self.runtime is not None:
             self.runtime.begin_microbatch()
@@ -356,8 +356,8 @@ class Trainer:
             raise CheckpointError("the checkpoint and this run differ in fp8")
         check_rng_state(state["rng"], self.device)
         groups = [
-            [len(group["params"]) for group in found]
-            for found in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+            [len(group["params"]) for group in param_groups]
+            for param_groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
         ]
         if groups[0] != groups[1]:
             raise CheckpointError(
@@ -383,22 +383,22 @@ class Trainer:
                 )
 
 
-def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[Batch]:
+def evaluation_batches(rows: PackedRows, limit: int, size: int) -> Iterator[PackedBatch]:
     """Batches of ``limit`` rows (0: all), evenly spread."""
     chosen = spread(len(rows), limit)
     for start in range(0, len(chosen), size):
         yield rows.batch(chosen[start : start + size])
 
 
-def rounds(batches: Iterator[Batch], ranks: Ranks) -> Iterator[tuple[Batch, bool]]:
+def rounds(batches: Iterator[PackedBatch], ranks: RunRanks) -> Iterator[tuple[PackedBatch, bool]]:
     """This replica's share of `batches`, and whether each counts.
 
     All ranks get as many, because a sharded base takes all of them for every forward. The last one of a replica may be
     another's, which does not count here.
     """
     for whole in iter(lambda: list(itertools.islice(batches, ranks.replicas)), []):
-        own = ranks.replica < len(whole)
-        yield whole[ranks.replica if own else 0], own
+        counts = ranks.replica < len(whole)
+        yield whole[ranks.replica if counts else 0], counts
 
 
 @torch.no_grad()
@@ -406,19 +406,19 @@ def evaluate(
     model: nn.Module,
     rows: PackedRows,
     options: FinetuneOptions,
-    ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+    ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
     progress: Observer = nobody,
 ) -> float:
     """Mean token loss, in nats, on held-out rows. Each rank evaluates its share of the batches.
 
-    Evaluation draws no random number and changes no state. ``progress`` is told the batches of all ranks that were
+    Evaluation draws no random number and changes no state. ``progress`` reports the batches of all ranks that were
     handed out, without a wait for the device, and the last one when the loss is there.
     """
     device = next(model.parameters()).device
     training = model.training
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, tokens
-    context, stages = ContextParallel.of(model), Stages.of(model)
+    context, stages = ContextParallel.of(model), PipelinePart.of(model)
     batches = evaluation_batches(rows, options.eval_rows, options.batch_size)
     count = math.ceil(len(spread(len(rows), options.eval_rows)) / options.batch_size)
     if stages is not None:

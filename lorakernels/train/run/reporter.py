@@ -42,11 +42,11 @@ class Reporter:
         self.console.print(table)
 
     def phase(self, name: str, amount: Amount = in_bytes, every: int = 0) -> Phase:
-        """A phase, to be entered as a context and called with (done, total). `every` is that of Lines."""
+        """A phase, to be entered as a context and called with (done, total). `every`: see `Lines`."""
         if self.console.quiet:
             return Phase(name, amount)
-        given = name, amount, every, self.say, self.clock
-        return Bar(*given, self._bars) if self.console.is_interactive else Lines(*given)
+        arguments = name, amount, every, self.say, self.clock
+        return Bar(*arguments, self._bars) if self.console.is_interactive else Lines(*arguments)
 
     def start(self, done: int, total: int) -> None:
         self._training = self.phase(self.label, in_steps, self.log_every)

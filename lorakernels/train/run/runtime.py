@@ -41,19 +41,19 @@ from lorakernels.graphs import (
     StepGraph,
 )
 from lorakernels.train.errors import FinetuneError, OptionError
-from lorakernels.train.layouts.parts import Parts
+from lorakernels.train.layouts.parts import RankPart
 from lorakernels.train.layouts.tensor import SplitLayers
 from lorakernels.train.model.model import decoder_and_head, is_fused
 from lorakernels.train.options.options import FinetuneOptions
 from lorakernels.train.options.running import CAPTURED_OPTIMS
-from lorakernels.train.ranks.ranks import Ranks
+from lorakernels.train.ranks.ranks import RunRanks
 
 Say = Callable[[str], None]
 WARMUP = 3  # steps on real data before the capture
 
 
 def make_random_state(seed: int, replica: int, device: torch.device) -> PhiloxState:
-    """The dropout state of a replica. Its masks differ from those of the other replicas."""
+    """The dropout state of a replica. Each replica draws different masks."""
     states = model_parallel_states(seed, data_parallel_rank=replica, device=device)
     return states.get_states()["data-parallel-rng"]
 
@@ -142,7 +142,7 @@ def _of_fused_layers(options: FinetuneOptions) -> tuple[str, ...]:
     return tuple("--" + name.replace("_", "-") for name in changed)
 
 
-def check_scope(options: FinetuneOptions, ranks: Ranks) -> None:
+def check_scope(options: FinetuneOptions, ranks: RunRanks) -> None:
     """Raise OptionError if one graph of a whole step would contain the collectives of several processes."""
     if options.graphs == "step" and ranks.size > 1:
         raise OptionError(
@@ -173,7 +173,7 @@ class Runtime:
         fp8_state: FP8State | None,
         random: PhiloxState | None,
         *,
-        ranks: Ranks = Ranks(),  # noqa: B008  (frozen)
+        ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
         warmup: int = WARMUP,
         backend: Callable[[], Any] | None = None,
         say: Say = lambda text: None,
@@ -185,7 +185,7 @@ class Runtime:
         self.replay_from: int | None = None
         self._block_rng = torch.Generator().manual_seed(options.seed).get_state()
         context = ContextParallel.of(model)
-        self._one_of_many = Parts.of(model) is not None or context is not None
+        self._one_of_many = RankPart.of(model) is not None or context is not None
         self._shared: dict[str, Any] = {
             "warmup_steps": warmup,
             "fp8_state": fp8_state,
@@ -307,7 +307,7 @@ class Runtime:
             self._say(str(self.manager.report()).split("\n")[0])
 
     def start_anew(self) -> None:
-        """Drop what was captured. Graphs are captured again after as many warm-up steps as at the start."""
+        """Drop the captured graphs. They are captured again after as many warm-up steps as at the start."""
         scope = self.scope
         self.close()
         self.replayed, self.replay_from = False, None
@@ -353,14 +353,14 @@ class Runtime:
 
 def _refusal(error: ReplayError | OrderError, instead: str) -> str:
     """The message about a refused replay, for the user of the command: what was found, and what to do about it."""
-    return f"{_refused(error)} and the step starts anew; to do without it: {instead}"
+    return f"{_refused(error)} and the step starts again; to do without it: {instead}"
 
 
 def _refused(error: ReplayError | OrderError) -> str:
     what = str(error)
     if isinstance(error, ReplayError):
-        found = f"expected {error.expected}, found {error.found}"
-        what = f"replay of layer {error.layer!r}: {error.what}: {found}"
+        difference = f"expected {error.expected}, found {error.actual}"
+        what = f"replay of layer {error.layer!r}: {error.what}: {difference}"
     return f"{what}. It was refused before its launch"
 
 

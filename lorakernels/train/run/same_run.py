@@ -25,8 +25,8 @@ FREE_ON_RESUME = {
 
 def check_same_options(checkpoints: Checkpoints, options: FinetuneOptions) -> None:
     """Raise CheckpointError if the newest checkpoint has other options. This needs no model."""
-    if found := checkpoints.peek():
-        check_equal(found[0], with_defaults(found[1]["options"]), kept_options(options))
+    if newest := checkpoints.peek():
+        check_equal(newest[0], with_defaults(newest[1]["options"]), kept_options(options))
 
 
 def kept_options(options: FinetuneOptions) -> dict[str, Any]:

@@ -84,24 +84,24 @@ class Session:
         """The session's own part of `checkpoint`, which the trainer has restored."""
         assert self.checkpoints is not None
         self.saved_step = checkpoint.step
-        found = self.evaluations = Evaluations.of(checkpoint.trainer)
-        if found.best_step not in self.checkpoints.steps():  # a later best one has replaced it
-            found.best_step = found.best_eval = None
-        self.checkpoints.best = found.best_step
+        evaluations = self.evaluations = Evaluations.of(checkpoint.trainer)
+        if evaluations.best_step not in self.checkpoints.steps():  # a later best one replaced it
+            evaluations.best_step = evaluations.best_eval = None
+        self.checkpoints.best = evaluations.best_step
 
     def _load_newest(self, checkpoints: Checkpoints, until: int | None = None) -> Checkpoint | None:
         """Collective: rank 0 finds the newest good checkpoint, and the others load the same one."""
         ranks, device = self.trainer.ranks, self.trainer.device
-        found: list[Checkpoint | None] = [None]
+        newest: list[Checkpoint | None] = [None]
 
         def look() -> None:
-            found[0] = checkpoints.load_newest(self.reporter.say, device, until)
+            newest[0] = checkpoints.load_newest(self.reporter.say, device, until)
 
         ranks.on_first(look)
-        step = ranks.from_first(-1 if found[0] is None else found[0].step)
+        step = ranks.from_first(-1 if newest[0] is None else newest[0].step)
         if step < 0:
             return None
-        return ranks.together(lambda: found[0] or checkpoints.load(step, device))
+        return ranks.together(lambda: newest[0] or checkpoints.load(step, device))
 
     def _check_same_run(self, checkpoint: Checkpoint) -> None:
         now, before = self._description(), checkpoint.trainer
@@ -173,8 +173,8 @@ class Session:
 
     def _train(self, log: MetricsLog, stop: StopSignal) -> None:
         trainer, alone = self.trainer, self.trainer.ranks.size == 1
-        asked = stop.signum is not None and alone
-        while trainer.counters.step < trainer.steps and not asked and not self._is_over():
+        stopping = stop.signum is not None and alone
+        while trainer.counters.step < trainer.steps and not stopping and not self._is_over():
             try:
                 result = trainer.step(stop.signum is not None)
             except Diverged as error:
@@ -183,8 +183,8 @@ class Session:
             self._log(log, result)
             self._every(log)
             # Several ranks stop after the same step: the all-reduce of the loss tells each of them.
-            asked = stop.signum is not None if alone else result.stop
-        if asked:
+            stopping = stop.signum is not None if alone else result.stop
+        if stopping:
             self._stop(stop.signum or signal.SIGTERM)
         if why := self.evaluations.why_over(self.options):
             self.reporter.say(f"stopped after step {trainer.counters.step}: {why}")
@@ -273,14 +273,18 @@ class Session:
 
     def described(self) -> str:
         """Steps and held-out losses of the weights that the model holds, for the model card."""
-        found, counters = self.evaluations, self.trainer.counters
+        evaluations, counters = self.evaluations, self.trainer.counters
         step = self.adapter_step or counters.step
         text = f"Trained for {step:,} of {self.trainer.steps:,} steps."
-        if found.last_eval is None or found.first_eval is None or not found.last_eval_step:
+        if (
+            evaluations.last_eval is None
+            or evaluations.first_eval is None
+            or not evaluations.last_eval_step
+        ):
             return text
         return (
-            f"{text} Held-out loss in nats per token: {found.first_eval:.4f} before, {found.last_eval:.4f} after "
-            f"{found.last_eval_step:,} steps."
+            f"{text} Held-out loss in nats per token: {evaluations.first_eval:.4f} before, {evaluations.last_eval:.4f} "
+            f"after {evaluations.last_eval_step:,} steps."
         )
 
     def take_best(self) -> str:
@@ -288,13 +292,13 @@ class Session:
 
         Returns what the model now holds, as a sentence.
         """
-        found, step = self.evaluations, self.trainer.counters.step
+        evaluations, step = self.evaluations, self.trainer.counters.step
         self.adapter_step = step
-        if not self.options.load_best_model_at_end or found.best_step is None:
+        if not self.options.load_best_model_at_end or evaluations.best_step is None:
             return f"the adapter has the weights after step {step}, the last one"
         assert self.checkpoints is not None
-        if found.best_step != step:
-            checkpoints, best_step, trainer = self.checkpoints, found.best_step, self.trainer
+        if evaluations.best_step != step:
+            checkpoints, best_step, trainer = self.checkpoints, evaluations.best_step, self.trainer
             try:
                 best = trainer.ranks.together(lambda: checkpoints.load(best_step, trainer.device))
             except FinetuneError as error:  # on all ranks, whose parts must be of one step
@@ -302,10 +306,10 @@ class Session:
                 return f"{last}, because the best checkpoint is lost: {error}"
             trainer.take_weights(best)
             self.adapter_step = best.step
-            found.last_eval, found.last_eval_step = found.best_eval, best.step
+            evaluations.last_eval, evaluations.last_eval_step = evaluations.best_eval, best.step
         return (
-            f"the adapter has the weights after step {found.best_step}, whose validation loss {found.best_eval:.4f} "
-            "is the lowest"
+            f"the adapter has the weights after step {evaluations.best_step}, whose validation loss "
+            f"{evaluations.best_eval:.4f} is the lowest"
         )
 
     def _evaluate(self, log: MetricsLog) -> float | None:
