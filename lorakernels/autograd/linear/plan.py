@@ -146,7 +146,7 @@ class Known(Generic[P]):
         try:
             plan = PLANS[whole]
         except KeyError:
-            plan = PLANS.make(whole, partial(*whole))
+            plan = PLANS.make(whole, partial(record, kind, *more))
         if plan is not None:
             taken = _Taken(key, len(given), forms_of(given), ref(plan))
             self._taken = (taken, *self._taken[: MOST_PLANS - 1])

@@ -69,7 +69,7 @@ def call(
         check_input(x, layer.held)
         if is_compiling():
             slot = traced_slot(rng_state, layer.handle.tensor) if draws else None
-            return layer.traced(x, adapter, slot, scaling, p)  # type: ignore[no-any-return]
+            return layer.traced(x, adapter, slot, scaling, p)
         training = layer.training
         spec = attributes["_numbers"].spec(training, scaling, p)
     else:
@@ -90,9 +90,9 @@ def call(
 def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[Weight, Call]:
     """What `lora_linear` takes of a layer for one call."""
     state = layer.fp8_state
-    states = (None, None) if state is None else (state.forward, state.backward)
+    state_x, state_dy = (None, None) if state is None else (state.forward, state.backward)
     weight = Weight(layer.held, layer._buffers["weight_scale_inv"])
-    return weight, Call(spec, slot, *states, layer.over)
+    return weight, Call(spec, slot, state_x, state_dy, layer.over)
 
 
 def call_own(layer: Any, x: Tensor) -> Tensor:

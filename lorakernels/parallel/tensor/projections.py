@@ -130,11 +130,11 @@ class Split:
             partial = linear.project(operand, s, own, stacked_B, out_dtype)
             y, s = summed(self.ranks, partial, s if keeps_s else None, residual)
         else:
-            factors = s
+            s_here = s
 
             def part(at: slice) -> Tensor:
                 x = operand._replace(data=operand.data[at])
-                factor = None if factors is None else factors[at]
+                factor = None if s_here is None else s_here[at]
                 return linear.project(x, factor, own, stacked_B, out_dtype)
 
             y, s = beside.sum(part, rows, s if keeps_s else None, residual)
