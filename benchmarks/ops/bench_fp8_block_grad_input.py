@@ -55,7 +55,7 @@ PROVIDERS = {
     "ours": (lambda i: ours(i, True), True),
     "ours, base only": (lambda i: ours(i, False), False),
 }
-BENCH = bench("fp8_block_grad_input", PROVIDERS, arguments, gradient=True)
+BENCH = bench("fp8_block_grad_input", "fp8_block_grad_input", PROVIDERS, arguments)
 
 if __name__ == "__main__":
     sys.exit(main(BENCH))

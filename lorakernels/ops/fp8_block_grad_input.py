@@ -23,14 +23,19 @@ import torch
 from torch import Tensor
 
 from lorakernels.device import capability_of
-from lorakernels.numerics.blocks import blocks_of, dequantize_rows, dequantize_weight_blocks
+from lorakernels.numerics.blocks import dequantize_rows, dequantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops import checks
-from lorakernels.ops.fp8_block_linear import check_scales, chosen_blocks, why_not_gaps
 from lorakernels.ops.fp8_grad_input import GradInput, add_branch, launch_csrc, rounded_with_branch
 from lorakernels.ops.fp8_grad_input import why_not_csrc_kernel as why_not_csrc_product
-from lorakernels.ops.hardware import SEVERAL, Place, why_not_cublaslt_blocks
+from lorakernels.ops.hardware import (
+    SEVERAL,
+    Place,
+    gemm_in_blocks,
+    why_not_cublaslt_blocks,
+    why_not_gaps,
+)
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.ops.transpose_fp8 import transpose_fp8
 from lorakernels.values import Dropout, Scaled, Weight
@@ -73,8 +78,7 @@ def check(a: BlockGradInput) -> None:
     (rows, depth), cols = dy.data.shape, weight.data.shape[1]
     if weight.data.shape[0] != depth:
         raise ValueError(f"weight must be [{depth}, K], found {list(weight.data.shape)}")
-    check_scales("dy_scale_inv", dy.scale_inv, (blocks_of(depth), rows))
-    check_scales("weight_scale_inv", weight.scale_inv, (blocks_of(depth), blocks_of(cols)))
+    checks.scales_of_blocks("dy", dy, weight)
     checks.mask(a.dropout, rows, dy.data.device)
     checks.dropped(a.dropout, rows, cols, dy.data.device)
     check_segments("lora_A", a.lora_A, rows)
@@ -142,9 +146,8 @@ def by_cublaslt(a: BlockGradInput) -> Tensor:
 
 
 def chosen(place: Place) -> tuple[str, str]:
-    """What doctor says: as of the forward, but csrc's is not one kernel."""
-    name, why = chosen_blocks(place)
-    return name, why.replace("one kernel", "a kernel behind Wᵀ's copy") if name == "csrc" else why
+    """What doctor says."""
+    return gemm_in_blocks(place, "a kernel behind Wᵀ's copy")
 
 
 fp8_block_grad_input = define(

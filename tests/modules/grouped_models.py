@@ -19,7 +19,6 @@ OPS = (
     "quantize_grad",
     "lora_grad_a",
     "quantize_blocks",
-    "fp8_block_linear",
 )
 BLOCKS = BlockScaling("HYBRID")
 MODES = [(0.0, False), (0.3, False), (0.3, True)]

@@ -55,7 +55,7 @@ def test_blocks_are_quantized_once_for_all(how):
     with Counted() as calls:
         ys = group(x) if how == "group(x)" else [getattr(layer, n)(x) for n in NAMES]
         sum(y.sum() for y in ys).backward()
-    expected = {"quantize_lora_down": 1, "fp8_block_linear": 3}
+    expected = {"quantize_lora_down": 1, "fp8_linear_lora": 3}
     assert calls == expected | {"quantize": 1, "quantize_grad": 3, "lora_grad_a": 3}
     assert group._entry is None
 

@@ -37,9 +37,6 @@ SCHEMAS = (
     "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
     " SymInt col0=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
-    "fp8_block_linear(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s,"
-    " Tensor? lora_B, float scaling, ScalarType out_dtype, Tensor? residual=None, SymInt[]? rows=None,"
-    " SymInt[]? ranks=None) -> Tensor",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",

@@ -70,11 +70,8 @@ def run_forward(
     power = None if spec.blocks is None or given is not None else spec.blocks.power_2_scale
     x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout, power)
     up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
-    if spec.blocks is not None:
-        operand = given or Scaled(x8, scale_inv)
-        y = run(ops.fp8_block_linear, operand, weight, bias, up, x.dtype)
-        return y, x8, scale_inv, s
-    operand = given or (Scaled(x) if scaling is None else Scaled(x8, scale_inv))
+    plain = scaling is None and spec.blocks is None
+    operand = given or (Scaled(x) if plain else Scaled(x8, scale_inv))
     y = run(ops.fp8_linear_lora, operand, weight, bias, up, x.dtype, spec.split_fprop)
     return y, x8, scale_inv, s
 

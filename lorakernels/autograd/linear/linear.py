@@ -102,12 +102,8 @@ def project(
     """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
-    if to.blocks is not None:
-        x = quantize_in_blocks(operand, to.blocks)
-        return ops.fp8_block_linear(x, weight, to.bias, up, out_dtype, residual, to.diagonal)
-    return ops.fp8_linear_lora(
-        operand, weight, to.bias, up, out_dtype, to.spec.split_fprop, residual, to.diagonal
-    )
+    x, split = quantize_in_blocks(operand, to.blocks), to.spec.split_fprop
+    return ops.fp8_linear_lora(x, weight, to.bias, up, out_dtype, split, residual, to.diagonal)
 
 
 def projected(

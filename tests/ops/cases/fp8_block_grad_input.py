@@ -13,13 +13,6 @@ from lorakernels.numerics.segments import rows_times
 from lorakernels.ops import Dropout, Scaled, Weight
 from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
-from tests.ops.cases.fp8_block_linear import (
-    blocks,
-    near_block_gemm,
-    scales,
-    wide_rows,
-    wide_weight,
-)
 from tests.ops.contract import (
     BF16,
     E4M3,
@@ -33,6 +26,9 @@ from tests.ops.contract import (
     Contract,
     Made,
     Refusal,
+    blocks_of,
+    near_gemm,
+    wide,
 )
 
 
@@ -51,17 +47,17 @@ class Grad(NamedTuple):
     def __call__(self, m: Made) -> Arguments:
         k, n, rank, p, dtype, a, fp8, adapters = self
         each = (adapters,) if adapters else ()
-        dy = Scaled(m.fp8(m.rows, n, dtype=fp8), scales(m, blocks(n), m.rows) / n**0.5)
-        weight = Weight(m.fp8(n, k), scales(m, blocks(n), blocks(k)))
+        dy = Scaled(m.fp8(m.rows, n, dtype=fp8), m.scales(blocks_of(n), m.rows) / n**0.5)
+        weight = Weight(m.fp8(n, k), m.scales(blocks_of(n), blocks_of(k)))
         ds = m.randn(m.rows, rank, dtype=dtype) if rank else None
         lora_A = m.randn(*each, rank, k, dtype=a) if rank else None
         return dy, fp8, weight, ds, lora_A, m.dropout(p) if p else None, dtype
 
 
 def bound(call: Call) -> Iterator[Checked]:
-    """`near_block_gemm`; A is rounded to ds's dtype. Without ds or A there is no branch."""
+    """`near_gemm`; A is rounded to ds's dtype. Without ds or A there is no branch."""
     dy, fp8, weight, ds, lora_A, dropout, _ = call.before
-    d, w = wide_rows(dy, fp8), wide_weight(weight)
+    d, w = wide(dy, fp8), wide(weight)
     exact, size = d @ w, d.abs() @ w.abs()
     depth = dy.data.shape[1]
     if ds is not None and lora_A is not None:
@@ -69,8 +65,7 @@ def bound(call: Call) -> Iterator[Checked]:
         exact = exact + exact_branch(rows_times(s, a), dropout)
         size = size + exact_branch(rows_times(s.abs(), a.abs()), dropout)
         depth += a.shape[-2]
-    found = near_block_gemm(ops.fp8_block_grad_input, call, exact, size, depth)
-    yield found._replace(name="dx")
+    yield near_gemm(call, (d, w), exact, size, depth, True)._replace(name="dx")
 
 
 DY = torch.zeros(3, 130, dtype=torch.uint8)
