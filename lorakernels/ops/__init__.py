@@ -17,7 +17,6 @@ from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
 from lorakernels.ops.cross_entropy import cross_entropy_, cross_entropy_fp8
 from lorakernels.ops.expert_route import expert_route
 from lorakernels.ops.expert_sum import expert_sum, expert_sum_backward
-from lorakernels.ops.fp8_block_grad_input import fp8_block_grad_input
 from lorakernels.ops.fp8_grad_input import fp8_grad_input
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
 from lorakernels.ops.grouped_grad_input import grouped_grad_input
@@ -61,7 +60,6 @@ __all__ = [
     "expert_route",
     "expert_sum",
     "expert_sum_backward",
-    "fp8_block_grad_input",
     "fp8_grad_input",
     "fp8_linear_lora",
     "grouped_grad_input",

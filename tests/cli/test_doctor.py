@@ -67,7 +67,7 @@ def test_an_a100_gets_a_row_for_each_op_with_its_cost_and_the_command_that_chang
     rows = page.partition("What each op takes on cuda:0\n")[2].partition("\n\n")[0].splitlines()
     assert len(rows) == len(found["ops"]) + 1
     in_blocks = set(found["ops"]) - set(implementations("cpu"))
-    assert in_blocks == {"fp8_linear_lora (blocks)"}
+    assert in_blocks == {"fp8_linear_lora (blocks)", "fp8_grad_input (blocks)"}
     for (op, entry), row in zip(found["ops"].items(), rows, strict=False):
         assert (
             row.startswith(f"  {op}  ")

@@ -31,7 +31,7 @@ def test_where_csrc_s_kernels_run_both_are_its(monkeypatch):
     assert all(table[op] == ("csrc", note) for op in GEMMS)
     in_blocks = implementations("cuda", Place((9, 0), blocks=True))
     assert in_blocks["fp8_linear_lora"] == ("csrc", note.partition(";")[0])
-    assert table["fp8_block_grad_input"][1].startswith("a kernel behind Wᵀ's copy for bf16 and")
+    assert in_blocks["fp8_grad_input"][1].startswith("a kernel behind Wᵀ's copy for bf16 and")
     odd = implementations("cuda", Place((9, 0), (30, 64)))
     assert all(odd[op] == ("torch", "N = 30 and K = 64 must be multiples of 16") for op in GEMMS)
 

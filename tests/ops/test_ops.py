@@ -34,9 +34,6 @@ SCHEMAS = (
     "expert_route(Tensor chosen, SymInt experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "expert_sum(Tensor y, Tensor place, Tensor? weights) -> Tensor",
     "expert_sum_backward(Tensor dout, Tensor y, Tensor place, Tensor weights) -> (Tensor, Tensor)",
-    "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
-    " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
-    " SymInt col0=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",

@@ -80,7 +80,10 @@ def quantize_down(x: Tensor, to: Projections) -> tuple[Scaled, Tensor | None]:
 
 
 def quantize_in_blocks(
-    x: Scaled, blocks: BlockScaling | None, fp8_dtype: torch.dtype = E4M3
+    x: Scaled,
+    blocks: BlockScaling | None,
+    fp8_dtype: torch.dtype = E4M3,
+    run: Run = through_dispatcher,
 ) -> Scaled:
     """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], by the recipe `blocks`; x itself without one, or if it has scales.
 
@@ -88,7 +91,7 @@ def quantize_in_blocks(
     """
     if blocks is None or x.scale_inv is not None:
         return x
-    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, blocks.power_2_scale))
+    return Scaled(*run(ops.quantize_blocks, x.data, fp8_dtype, blocks.power_2_scale))
 
 
 def project(
@@ -236,16 +239,11 @@ def grad_x(
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, -1)[0].contiguous(), to.parts(lora_A)[0].contiguous()
-    dx: Tensor
+    fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
     if to.blocks is not None:
         fp8_dtype = to.blocks.backward_dtype
-        if dy8.scale_inv is None:
-            power = to.blocks.power_2_scale
-            dy8 = Scaled(*run(ops.quantize_blocks, dy8.data, fp8_dtype, power))
-        dx = run(ops.fp8_block_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype)
-    else:
-        fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
-        dx = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
+    dy8 = quantize_in_blocks(dy8, to.blocks, fp8_dtype, run)
+    dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, -1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
         for d, a, mask in rest:
