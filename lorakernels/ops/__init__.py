@@ -27,7 +27,6 @@ from lorakernels.ops.grouped_quantize_lora_down import grouped_quantize_lora_dow
 from lorakernels.ops.lora_grad_a import lora_grad_a
 from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.quantize_grad import quantize_grad
-from lorakernels.ops.quantize_grad_and_mask import quantize_grad_and_mask
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
 from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
 from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward, rope_qkv_backward_quantize
@@ -70,7 +69,6 @@ __all__ = [
     "lora_grad_a",
     "quantize_blocks",
     "quantize_grad",
-    "quantize_grad_and_mask",
     "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",

@@ -49,7 +49,7 @@ GROUPS = {
     "gradients": ("fp8_grad_input",),
     "blocks": (),
     "groups": ("grouped_linear_lora", "grouped_grad_input"),
-    "quantize_grad": ("quantize_grad", "quantize_grad_and_mask"),
+    "quantize_grad": ("quantize_grad",),
     "quantize_lora_down": ("quantize_lora_down",),
     "lora_grad_a": ("lora_grad_a",),
     "others": (
@@ -166,7 +166,7 @@ def strips() -> Iterator[Call]:
         yield Call(f"{rows} × {cols}, r{rank}, no scale", ops.quantize_grad, unset, rows)
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
-            yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
+            yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad, drawing, rows)
         if cols == 400:
             blocks = partial(grad_of, cols, rank, power=rank > 16)
             yield Call(f"{rows} × {cols}, r{rank}, blocks", ops.quantize_grad, blocks, rows)

@@ -207,9 +207,9 @@ def quantized_apart() -> Iterator[Counter[str]]:
         return dqkv, *ops.quantize_blocks(dqkv, fp8, power)
 
     def grad_of_linear(
-        dy: Any, up: Any, scaling: Any, fp8: Any, side: Any = None, power: Any = None
+        dy: Any, up: Any, scaling: Any, fp8: Any, side: Any, power: Any, *mask: Any
     ) -> Any:
-        dy8, scale_inv, *factors = ours["quantize_grad"](dy, up, scaling, fp8, side)
+        dy8, scale_inv, *factors = ours["quantize_grad"](dy, up, scaling, fp8, side, None, *mask)
         if power is not None:
             counts["quantize_grad"] += 1
             dy8, scale_inv = ops.quantize_blocks(dy, fp8, power)

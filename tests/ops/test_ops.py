@@ -56,11 +56,8 @@ SCHEMAS = (
     " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
     "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
-    " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None, bool? power_of_two=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "quantize_grad_and_mask(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
-    " float scaling, ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0,"
-    " SymInt col0=0, SymInt[]? rows=None, SymInt[]? ranks=None, SymInt[] chunks=[], bool? power_of_two=None)"
+    " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None, bool? power_of_two=None,"
+    " Tensor? slot=None, float p=0., SymInt site=0, SymInt cols=0, SymInt row0=0, SymInt col0=0, SymInt[] chunks=[])"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "quantize_lora_down(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot,"
     " float p, SymInt site, SymInt row0=0, SymInt col0=0, SymInt[] chunks=[], bool? power_of_two=None)"

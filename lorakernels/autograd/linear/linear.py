@@ -44,7 +44,7 @@ from lorakernels.autograd.linear.projections import (
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
-from lorakernels.ops.quantize_grad_and_mask import hands_mask_over
+from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.values import Dropout, Scaled, Up, Weight
 
 Run = Callable[..., Any]
@@ -185,23 +185,17 @@ def _quantize(
     scaling, fp8_dtype, power = spec.of_state(state), spec.backward_dtype, None
     if in_blocks and to.blocks is not None:
         fp8_dtype, power = to.blocks.backward_dtype, to.blocks.power_2_scale
-    if up is not None and needs.A and needs.x and len(to.masks) == 1:
-        mask = to.masks[0]
-        if hands_mask_over(dy, up, mask, to.grad_weight, side):
-            assert mask is not None
-            found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(
-                ops.quantize_grad_and_mask,
-                dy,
-                up,
-                scaling,
-                fp8_dtype,
-                mask,
-                to.weight.shape[1],
-                side,
-                power,
-            )
-            return found
-    return *run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power), None
+    mask, cols = None, 0
+    one_reader_each = needs.A and needs.x and len(to.masks) == 1
+    if (
+        up is not None
+        and one_reader_each
+        and hands_mask_over(dy, up, to.masks[0], to.grad_weight, side)
+    ):
+        mask, cols = to.masks[0], to.weight.shape[1]
+    found = run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power, mask, cols)
+    dy8, scale_inv, ds, dB, dropped = found
+    return dy8, scale_inv, ds, dB, None if mask is None else dropped
 
 
 def grad_A(

@@ -34,7 +34,8 @@ from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.device import capability_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
-from lorakernels.ops.quantize_grad_and_mask import drawn_bits, hands_mask_over
+from lorakernels.ops.mask_bits import drawn_bits
+from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.exchange import GATHERED, SUMMED
 from lorakernels.parallel.ranks.group import Ranks
@@ -282,7 +283,8 @@ class Split:
         scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
         if up is None and scaling is None:
             return dy8 or Scaled(dy), None, None
-        data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
+        found = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
+        data, scale_inv, ds, dB, _ = found
         if dy8 is None:
             dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
         if up is None:

@@ -102,7 +102,7 @@ def quantized_grad(
     found = call.in_blocks(dy, fp8_dtype) or Scaled(dy)
     if scaling is None and up is None:
         return found, None, None
-    dy8, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, fp8_dtype)
+    dy8, scale_inv, ds, dB, _ = ops.quantize_grad(dy, up, scaling, fp8_dtype)
     found = found if scaling is None else Scaled(dy8, scale_inv)
     return found, None if up is None else ds, None if s is None else dB
 
