@@ -20,6 +20,7 @@ from lorakernels import (
     ops,
 )
 from lorakernels.autograd.linear import linear
+from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.modules.linear import lora as lora_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.recorded.routing import without_plans
@@ -332,6 +333,16 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
         layer(x).sum().backward()
     assert forward.call_args.args[5] is fprop
     assert backward.call_args.args[-1] is (not fprop)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["any scale", "powers of two"])
+@pytest.mark.parametrize(
+    ("name", "dy"), [("E4M3", torch.float8_e4m3fn), ("HYBRID", torch.float8_e5m2)]
+)
+def test_a_spec_has_what_ops_are_asked_for_by_a_recipe_of_blocks(name, dy, power):
+    spec = LoRASpec(2.0, blocks=BlockScaling(name, power))
+    assert (spec.backward_dtype, spec.power_of_two) == (dy, power)
+    assert spec.numbers.spec == spec and LoRASpec(2.0).power_of_two is None
 
 
 @pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])

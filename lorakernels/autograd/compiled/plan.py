@@ -67,10 +67,10 @@ def run_forward(
     """
     lora_A, lora_B, _ = adapter
     spec, scaling = call.spec, call.scaling_x
-    power = None if spec.blocks is None or given is not None else spec.blocks.power_2_scale
+    power = None if given is not None else spec.power_of_two
     x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, call.dropout, power)
     up = None if lora_A is None or lora_B is None else Up(lora_B, s, spec.scaling)
-    plain = scaling is None and spec.blocks is None
+    plain = scaling is None and spec.power_of_two is None
     operand = given or (Scaled(x) if plain else Scaled(x8, scale_inv))
     y = run(ops.fp8_linear_lora, operand, weight, bias, up, x.dtype, spec.split_fprop)
     return y, x8, scale_inv, s

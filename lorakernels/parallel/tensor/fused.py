@@ -166,7 +166,7 @@ class Split:
 
     def _in_pieces(self, to: Projections) -> bool:
         """Whether rows may be multiplied in pieces: those of csrc's FP8 kernels, with one scale for all rows."""
-        if not self.ranks.sequence or not to.quantized or to.blocks is not None or to.batched:
+        if not self.ranks.sequence or not to.quantized or to.batched:
             return False
         device = to.weight.device
         return device.type != "cuda" or not why_not_wgmma_gemm(
@@ -196,8 +196,8 @@ class Split:
             return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
 
         if self.by == "row":
-            if to.blocks is not None:  # bytes are less to send
-                dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
+            # bytes are less to send
+            dy8 = linear.quantize_in_blocks(dy8, to.spec.blocks, to.spec.backward_dtype)
             rows = dy.shape[0]
             here = drawn(self.placed(to, rows), rows * self.spread)
             dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, of_x)

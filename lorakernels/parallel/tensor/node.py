@@ -70,7 +70,7 @@ class PartCall(NamedTuple):
     ) -> Projections:
         rows = weight.data.shape[0]
         to = Projections.single(weight, bias, adapter, rows, Call(self.spec))
-        return to._replace(masks=(mask,) if to.adapted else (), blocks=self.spec.blocks)
+        return to._replace(masks=(mask,) if to.adapted else ())
 
     def in_blocks(self, part: Tensor, fp8_dtype: torch.dtype) -> Scaled | None:
         """`part` with a scale for each 1 × 128, which no other rank's part changes; None without BlockScaling."""
@@ -97,8 +97,7 @@ def quantized_grad(
     """(dy8 and its scale_inv, or dy over a plain base; ds [M, R]; dB [N, R] if there is an s)."""
     scaling = call.scaling(dy, backward=True)
     up = None if lora_B is None else Up(lora_B, s, call.spec.scaling)
-    blocks = call.spec.blocks
-    fp8_dtype = call.spec.backward_dtype if blocks is None else blocks.backward_dtype
+    fp8_dtype = call.spec.backward_dtype
     found = call.in_blocks(dy, fp8_dtype) or Scaled(dy)
     if scaling is None and up is None:
         return found, None, None
