@@ -87,7 +87,8 @@ class Weight(NamedTuple):
 
     Attributes:
         data: [N, K], plain or uint8 bytes of e4m3.
-        scale_inv: fp32 [1], or [N] for a scale of each row; None for a plain matrix.
+        scale_inv: fp32 [1], [N] for a scale of each row, or [⌈N/128⌉, ⌈K/128⌉] for each 128 × 128; None for a plain
+            matrix.
     """
 
     data: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Operands in FP8 blocks for the benchmarks of fp8_block_linear and fp8_block_grad_input, and the options of both."""
+"""Operands in FP8 blocks for the benchmarks of y and of dx, and the options of both."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def make_inputs(shape: str, rank: int, gradient: bool, device: torch.device) -> 
     return Inputs(left, weight, normal(m, rank).bfloat16(), narrow / rank**0.5)
 
 
-def bench(name: str, providers: Providers, arguments: Arguments, gradient: bool) -> Bench:
-    """The op `name` with and without the adapter beside cuBLASLt's product alone, which is `BASE`."""
+def bench(name: str, op: str, providers: Providers, arguments: Arguments) -> Bench:
+    """`op` in blocks with and without the adapter beside cuBLASLt's product alone, which is `BASE`."""
+    gradient = "grad" in op
 
     def check(given: tuple[object, ...], found: Tensor) -> Row:
-        return verdict(fault(name, given, found))
+        return verdict(fault(op, given, found))
 
     def rows(setting: Setting) -> Iterator[Row]:
         for shape, rank in product(setting.args.shapes, setting.args.ranks):

@@ -139,7 +139,6 @@ OPERATIONS: dict[str, Callable[[Named], dict[str, int]]] = {
     "lorakernels.fp8_grad_input": _fp8_grad_input,
     "lorakernels.quantize_lora_down": _quantize_lora_down,
     "lorakernels.quantize_grad": _quantize_grad,
-    "lorakernels.quantize_grad_and_mask": _quantize_grad,
     "lorakernels.lora_grad_a": _lora_grad_a,
     "aten.mm": _mm,
     "aten.addmm": _mm,

@@ -25,29 +25,29 @@ from benchmarks.lib.block_products import BASE, Inputs, bench
 from benchmarks.lib.op_bench import main
 from lorakernels import ops
 from lorakernels.numerics.fp8 import E4M3
-from lorakernels.ops.fp8_block_grad_input import (
-    BlockGradInput,
+from lorakernels.ops.fp8_grad_input import (
+    GradInput,
     by_cublaslt,
-    by_torch,
-    why_not_cublaslt,
+    by_dequantized,
+    why_not_cublaslt_gemm,
 )
 
 
 def arguments(i: Inputs, lora: bool) -> tuple[object, ...]:
     branch = (i.wide, i.narrow) if lora else (None, None)
-    return i.left, E4M3, i.weight, *branch, None, i.out_dtype
+    return i.left, E4M3, i.weight, *branch, None, i.out_dtype, True
 
 
 def base_only(i: Inputs) -> Tensor:
     given: Any = arguments(i, False)
-    a = BlockGradInput(*given)
-    takes = i.left.data.is_cuda and why_not_cublaslt(a) is None
-    return (by_cublaslt if takes else by_torch)(a)
+    a = GradInput(*given)
+    takes = i.left.data.is_cuda and why_not_cublaslt_gemm(a) is None
+    return (by_cublaslt if takes else by_dequantized)(a)
 
 
 def ours(i: Inputs, lora: bool) -> Tensor:
     given: Any = arguments(i, lora)
-    return ops.fp8_block_grad_input(*given)
+    return ops.fp8_grad_input(*given)
 
 
 PROVIDERS = {
@@ -55,7 +55,7 @@ PROVIDERS = {
     "ours": (lambda i: ours(i, True), True),
     "ours, base only": (lambda i: ours(i, False), False),
 }
-BENCH = bench("fp8_block_grad_input", PROVIDERS, arguments, gradient=True)
+BENCH = bench("fp8_block_grad_input", "fp8_grad_input", PROVIDERS, arguments)
 
 if __name__ == "__main__":
     sys.exit(main(BENCH))

@@ -23,25 +23,30 @@ from torch import Tensor
 from benchmarks.lib.block_products import BASE, Inputs, bench
 from benchmarks.lib.op_bench import main
 from lorakernels import ops
-from lorakernels.ops.fp8_block_linear import BlockLinear, by_cublaslt, by_torch, why_not_cublaslt
+from lorakernels.ops.fp8_linear_lora import (
+    Linear,
+    by_cublaslt,
+    by_dequantized,
+    why_not_cublaslt_gemm,
+)
 from lorakernels.values import Up
 
 
 def arguments(i: Inputs, lora: bool) -> tuple[object, ...]:
     up = Up(i.narrow, i.wide, 1.0) if lora else None
-    return i.left, i.weight, None, up, i.out_dtype, None
+    return i.left, i.weight, None, up, i.out_dtype, False, None
 
 
 def base_only(i: Inputs) -> Tensor:
     given: Any = arguments(i, False)
-    a = BlockLinear(*given)
-    takes = i.left.data.is_cuda and why_not_cublaslt(a) is None
-    return (by_cublaslt if takes else by_torch)(a)
+    a = Linear(*given)
+    takes = i.left.data.is_cuda and why_not_cublaslt_gemm(a) is None
+    return (by_cublaslt if takes else by_dequantized)(a)
 
 
 def ours(i: Inputs, lora: bool) -> Tensor:
     given: Any = arguments(i, lora)
-    return ops.fp8_block_linear(*given)
+    return ops.fp8_linear_lora(*given)
 
 
 PROVIDERS = {
@@ -49,7 +54,7 @@ PROVIDERS = {
     "ours": (lambda i: ours(i, True), True),
     "ours, base only": (lambda i: ours(i, False), False),
 }
-BENCH = bench("fp8_block_linear", PROVIDERS, arguments, gradient=False)
+BENCH = bench("fp8_block_linear", "fp8_linear_lora", PROVIDERS, arguments)
 
 if __name__ == "__main__":
     sys.exit(main(BENCH))

@@ -10,7 +10,7 @@
     ours, single             our kernel on W as it lies. It draws the mask itself, as a layer does where dA is not
                              wanted
     …, mask given            the same, but it reads a mask of a bit an element. A layer's backward calls it so, as
-                             `quantize_grad_and_mask` has drawn the mask already
+                             `quantize_grad` has drawn the mask already
 
 Every dx is compared with float64's before it is timed, on 64 rows and under the reference's mask. "error" is relative,
 in the Frobenius norm. More than twice the error of "cublaslt, split" is WRONG and exit code 1; cuBLASLt's fast

@@ -31,7 +31,7 @@ from lorakernels.ops.quantize_grad import Grad, by_torch
 from lorakernels.values import Dropout, Scaling, Up
 
 SCALING, COLUMN, FP8 = 0.5, 1, torch.float8_e5m2
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
+Results = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass
@@ -60,9 +60,11 @@ def ours(i: Inputs) -> Results:
 
 def with_mask(i: Inputs) -> Results:
     """And a mask of as many columns drawn beside, as in a layer's backward."""
-    assert i.up is not None
-    found = ops.quantize_grad_and_mask(i.dy, i.up, i.scaling, FP8, i.dropout, i.dy.shape[1])
-    return found[0], found[1], found[2], found[3]
+    return ops.quantize_grad(i.dy, i.up, i.scaling, FP8, None, None, *mask_of(i))
+
+
+def mask_of(i: Inputs) -> tuple[Dropout, int]:
+    return i.dropout, i.dy.shape[1]
 
 
 def pytorch(i: Inputs) -> Results:
@@ -79,7 +81,8 @@ PROVIDERS: dict[str, Callable[[Inputs], Results]] = {
 
 
 def check(i: Inputs, results: Results) -> str:
-    return fault("quantize_grad", (i.dy, i.up, i.scaling, FP8, None, None), results)
+    mask = mask_of(i) if results[4].numel() else ()
+    return fault("quantize_grad", (i.dy, i.up, i.scaling, FP8, None, None, *mask), results)
 
 
 OPTIONS = (

@@ -71,7 +71,8 @@ def step(m: int, n: int, k: int, rank: int) -> None:
         up = Up(b, s, 2.0)
         ops.fp8_linear_lora(Scaled(x8, x_inv), Weight(weight, one), None, up, x.dtype)
         backward = Scaling(state.backward, 0, True)
-        dy8, dy_inv, ds, _, mask = ops.quantize_grad_and_mask(dy, up, backward, e5m2, dropout, k)
+        found = ops.quantize_grad(dy, up, backward, e5m2, dropout=dropout, cols=k)
+        dy8, dy_inv, ds, _, mask = found
         drawn = dropout._replace(dropped=mask)
         ops.lora_grad_a(ds, Scaled(x8, x_inv), drawn, torch.float32)
         weight_t = ops.transpose_fp8(weight)

@@ -148,5 +148,8 @@ def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[st
     from lorakernels.ops.choice import implementations
     from lorakernels.ops.hardware import Place
 
-    table = implementations(device_type, Place(capability or (0, 0)))
+    place = Place(capability or (0, 0))
+    table = implementations(device_type, place)
+    in_blocks = implementations(device_type, place._replace(blocks=True))
+    table |= {f"{op} (blocks)": how for op, how in in_blocks.items() if how != table[op]}
     return {op: {"implementation": impl, "reason": reason} for op, (impl, reason) in table.items()}

@@ -131,7 +131,6 @@ class FusedGroup:
             None if state is None else state.backward,
             variant.spec,
             tuple(w for w in weights if w is not None),
-            first.block_scaling,
             over=self.over,
         )
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
@@ -152,7 +151,9 @@ class FusedGroup:
         if key not in self._variants:
             if len(self._variants) >= MOST_VARIANTS:
                 self._variants.clear()
-            spec = LoRASpec(self._scaling(adapted), 0.0, 0, *(rows[0] if rows else ()))
+            row0, chunks = rows[0] if rows else (0, ())
+            scaling, blocks = self._scaling(adapted), self.first.block_scaling
+            spec = LoRASpec(scaling, row0=row0, chunks=chunks, blocks=blocks)
             if state is not None:
                 spec = spec.following(state.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)

@@ -25,6 +25,11 @@ def blocks_of(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def in_blocks(operand: Scaled | Weight) -> bool:
+    """Whether the scales are of blocks; otherwise there is one, or one for each row, or none."""
+    return operand.scale_inv is not None and operand.scale_inv.dim() == 2
+
+
 def quantize_rows(x: Tensor, dtype: torch.dtype, power_of_two: bool = False) -> Scaled:
     """x [M, K] as bytes uint8 [M, K], and scale_inv fp32 [⌈K/128⌉, M].
 

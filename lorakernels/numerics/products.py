@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products with fp32 accumulation: one rounding on the tensor cores, FP8 operands dequantized, and blocks side by side.
 
+Scales are one for a tensor, one for each row of a weight, or one for each block (numerics/blocks.py).
+
 Without FP8 tensor cores, as on A100, both FP8 operands are dequantized and rounded to the activations' dtype. cuBLAS
 then multiplies them with fp32 accumulation: 16 times fp32's peak on A100, and half of the scratch, 2 bytes a weight.
 Rounding to bf16 costs 2⁻⁸ of each operand, a sixteenth of what FP8 itself took.
@@ -11,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.blocks import dequantize_rows, dequantize_weight_blocks, in_blocks
+from lorakernels.numerics.fp8 import E4M3, dequantize
 from lorakernels.values import Scaled, SideBySide, Weight
 
 
@@ -22,26 +25,32 @@ def product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def dequantized_linear(x: Scaled, weight: Weight, dtype: torch.dtype) -> Tensor:
-    """x Wᵀ [M, N] in `dtype`, bf16 or fp16; x [M, K] and W [N, K] e4m3, W's scale [1] or [N]."""
-    return _dequantized(x, E4M3, dtype) @ _dequantized_weight(weight, dtype).t()
+    """x Wᵀ [M, N] in `dtype`; x [M, K] and W [N, K] e4m3."""
+    return dequantized(x, E4M3, dtype) @ dequantized_weight(weight, dtype).t()
 
 
 def dequantized_grad_input(
     dy: Scaled, fp8_dtype: torch.dtype, weight: Weight, dtype: torch.dtype
 ) -> Tensor:
-    """dy W [M, K] in `dtype`, bf16 or fp16; dy [M, N] `fp8_dtype`, W [N, K] e4m3."""
-    return _dequantized(dy, fp8_dtype, dtype) @ _dequantized_weight(weight, dtype)
+    """dy W [M, K] in `dtype`; dy [M, N] `fp8_dtype`, W [N, K] e4m3."""
+    return dequantized(dy, fp8_dtype, dtype) @ dequantized_weight(weight, dtype)
 
 
-def _dequantized_weight(weight: Weight, dtype: torch.dtype) -> Tensor:
-    assert weight.scale_inv is not None
-    return _dequantized(Scaled(weight.data, weight.scale_inv.view(-1, 1)), E4M3, dtype)
+def dequantized(
+    x: Scaled, fp8_dtype: torch.dtype = E4M3, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[M, K] in `dtype` of a plain operand, or of bytes of `fp8_dtype`. The product with the scale is rounded once."""
+    if in_blocks(x):
+        return dequantize_rows(x, fp8_dtype, dtype)
+    return dequantize(x, fp8_dtype).to(dtype)
 
 
-def _dequantized(x: Scaled, fp8_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Rounded once: the product with the scale is fp32's."""
-    assert x.scale_inv is not None
-    return (x.data.view(fp8_dtype).float() * x.scale_inv).to(dtype)
+def dequantized_weight(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[N, K] in `dtype` of a plain weight, or of e4m3 bytes. The product with the scale is rounded once."""
+    if in_blocks(weight):
+        return dequantize_weight_blocks(weight, dtype)
+    of_rows = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
+    return dequantize(Scaled(weight.data, of_rows)).to(dtype)
 
 
 def adapter_places(

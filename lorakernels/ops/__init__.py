@@ -17,8 +17,6 @@ from lorakernels.ops.block_diagonal import block_diagonal, block_diagonal_parts
 from lorakernels.ops.cross_entropy import cross_entropy_, cross_entropy_fp8
 from lorakernels.ops.expert_route import expert_route
 from lorakernels.ops.expert_sum import expert_sum, expert_sum_backward
-from lorakernels.ops.fp8_block_grad_input import fp8_block_grad_input
-from lorakernels.ops.fp8_block_linear import fp8_block_linear
 from lorakernels.ops.fp8_grad_input import fp8_grad_input
 from lorakernels.ops.fp8_linear_lora import fp8_linear_lora
 from lorakernels.ops.grouped_grad_input import grouped_grad_input
@@ -29,7 +27,6 @@ from lorakernels.ops.grouped_quantize_lora_down import grouped_quantize_lora_dow
 from lorakernels.ops.lora_grad_a import lora_grad_a
 from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.quantize_grad import quantize_grad
-from lorakernels.ops.quantize_grad_and_mask import quantize_grad_and_mask
 from lorakernels.ops.quantize_lora_down import quantize_lora_down
 from lorakernels.ops.rms_norm import rms_norm_backward, rms_norm_quantize
 from lorakernels.ops.rope_qkv import rope_qkv_, rope_qkv_backward, rope_qkv_backward_quantize
@@ -62,8 +59,6 @@ __all__ = [
     "expert_route",
     "expert_sum",
     "expert_sum_backward",
-    "fp8_block_grad_input",
-    "fp8_block_linear",
     "fp8_grad_input",
     "fp8_linear_lora",
     "grouped_grad_input",
@@ -74,7 +69,6 @@ __all__ = [
     "lora_grad_a",
     "quantize_blocks",
     "quantize_grad",
-    "quantize_grad_and_mask",
     "quantize_lora_down",
     "rms_norm_backward",
     "rms_norm_quantize",

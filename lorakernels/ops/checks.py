@@ -6,11 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lorakernels.numerics.blocks import blocks_of
 from lorakernels.numerics.dropout import dropped_words
 from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.numerics.segments import adapters_of, check_segments
 from lorakernels.ops.hardware import FLOATS
-from lorakernels.values import Dropout, Groups, Scaling, SideBySide, Up
+from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
 
 def mask(dropout: Dropout | None, rows: int, device: torch.device) -> None:
@@ -83,6 +84,19 @@ def one_recipe(scaling: Scaling | None, power_of_two: bool | None) -> None:
             f"scaling must be None beside power_of_two = {power_of_two}, which asks for a scale of each 1 × 128, "
             f"found column {scaling.column} of a state"
         )
+
+
+def scales_of_blocks(name: str, operand: Scaled, weight: Weight) -> None:
+    """The operand [M, K] has a scale for each 1 × 128, and the weight one for each 128 × 128."""
+    (rows, depth), (n, k) = operand.data.shape, weight.data.shape
+    _scales(f"{name}_scale_inv", operand.scale_inv, [blocks_of(depth), rows])
+    _scales("weight_scale_inv", weight.scale_inv, [blocks_of(n), blocks_of(k)])
+
+
+def _scales(name: str, scales: Tensor | None, expected: list[int]) -> None:
+    if scales is None or list(scales.shape) != expected or scales.dtype != torch.float32:
+        what = None if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        raise ValueError(f"{name} must be float32 {expected}, found {what}")
 
 
 def state(scaling: Scaling | None, device: torch.device, name: str = "state") -> None:

@@ -12,6 +12,16 @@ What the kernel does not take is multiplied by cuBLASLt, which needs a copy of W
 tensor cores it is dequantized to dx's dtype. Sizes that cuBLASLt does not take are multiplied in fp32. A plain base is
 one product in dy's dtype. The branch comes after these products.
 
+A base may have a scale for each 128 × 128 block, and dy one for each 1 × 128. Its layer holds one copy of its bytes, as
+a block of W has the same scale in both directions:
+
+    dx[m, k] = Σ_b dys[b, m] · ws[b, ⌊k/128⌋] · Σ_{n in block b} dy8[m, n] w8[n, k]  +  …
+
+csrc's kernel then reads a Wᵀ that `transpose_fp8` makes for the call, NK bytes that are free again behind it. Turning W
+on its way through the registers leaves the tensor cores waiting for shared memory here, as each thread also reads the
+scales of many rows (docs/facts.md, D9). PyTorch adds the branch of several adapters after it. cuBLASLt takes some
+sizes, and the rest is dequantized.
+
 Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 """
 
@@ -26,10 +36,15 @@ from torch import Tensor
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
 from lorakernels.kernels.arguments import format_of, name, where
+from lorakernels.numerics.blocks import in_blocks
 from lorakernels.numerics.dropout import drawn_mask, drops, keep_scale, masked
-from lorakernels.numerics.fp8 import E4M3, dequantize
+from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.groups import GROUP_ROWS
-from lorakernels.numerics.products import dequantized_grad_input
+from lorakernels.numerics.products import (
+    dequantized,
+    dequantized_grad_input,
+    dequantized_weight,
+)
 from lorakernels.numerics.segments import (
     adapters_of,
     add_rows_times,
@@ -40,15 +55,20 @@ from lorakernels.ops import checks
 from lorakernels.ops.hardware import (
     FLOATS,
     FP8_GEMM_MULTIPLE,
+    NO_BLOCKS,
     PLAIN,
+    SEVERAL,
     Place,
     gemm_by_cublaslt,
     gemm_by_kernel,
+    gemm_in_blocks,
     gemm_without_ours,
     why_not_aligned,
     why_not_batched_gemm,
     why_not_cublaslt,
+    why_not_cublaslt_blocks,
     why_not_dequantized,
+    why_not_gaps,
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
@@ -61,9 +81,9 @@ MULTIPLE = 8  # of col0, for csrc
 class GradInput(NamedTuple):
     """dy [M, N] is of `fp8_dtype`, e5m2 or e4m3, and the weight [N, K] e4m3, or both are plain. `out_dtype` is dx's.
 
-    The weight's scale_inv is [1], ds [M, R], lora_A [R, K], or [J, R, K] of J adapters in one batch. Where
-    `dropout.dropped` holds the mask, a kernel may read that instead of drawing. `split` asks the FP8 tensor cores to
-    add partial sums in fp32.
+    The weight's scale_inv is [1], or [⌈N/128⌉, ⌈K/128⌉] with dy's [⌈N/128⌉, M]. ds is [M, R], lora_A [R, K], or
+    [J, R, K] of J adapters in one batch. Where `dropout.dropped` holds the mask, a kernel may read that instead of
+    drawing. `split` asks the FP8 tensor cores to add partial sums in fp32; in blocks they always do.
     """
 
     dy: Scaled
@@ -80,10 +100,10 @@ def reference(a: GradInput) -> Tensor:
     """dx [M, K] in `out_dtype`, the mask drawn again. Sums are fp32's here, whatever `split` asks for.
 
     Raises:
-        ValueError: the slot, or a mask that has been drawn already, does not fit.
+        ValueError: a scale_inv, the slot, or a mask that has been drawn already does not fit.
     """
     check(a)
-    acc = dequantize(a.dy, a.fp8_dtype) @ dequantize(Scaled(a.weight.data, a.weight.scale_inv))
+    acc = dequantized(a.dy, a.fp8_dtype) @ dequantized_weight(a.weight)
     return rounded_with_branch(acc, a)
 
 
@@ -101,10 +121,15 @@ def fake(a: GradInput) -> Tensor:
 
 
 def check(a: GradInput) -> None:
-    """ValueError if the slot or a mask that is handed over does not fit."""
-    rows, device = a.dy.data.shape[0], a.dy.data.device
+    """ValueError if scales of blocks, the slot or a mask that is handed over do not fit."""
+    dy, weight, device = a.dy, a.weight, a.dy.data.device
+    rows, depth = dy.data.shape
+    if in_blocks(dy) or in_blocks(weight):
+        if weight.data.shape[0] != depth:
+            raise ValueError(f"weight must be [{depth}, K], found {list(weight.data.shape)}")
+        checks.scales_of_blocks("dy", dy, weight)
     checks.mask(a.dropout, rows, device)
-    checks.dropped(a.dropout, rows, a.weight.data.shape[1], device)
+    checks.dropped(a.dropout, rows, weight.data.shape[1], device)
     check_segments("lora_A", a.lora_A, rows)
 
 
@@ -113,6 +138,8 @@ def why_not_csrc_kernel(a: GradInput) -> str | None:
     dy, weight, dropout, out_dtype = a.dy, a.weight, a.dropout, a.out_dtype
     if dy.scale_inv is None or weight.scale_inv is None:
         return PLAIN
+    if in_blocks(weight) and (why_not := _why_not_blocks(a)):
+        return why_not
     if why_not := why_not_wgmma_gemm(capability_of(dy.data.device), *weight.data.shape):
         return why_not
     if out_dtype not in (torch.bfloat16, torch.float16):
@@ -131,6 +158,21 @@ def why_not_csrc_kernel(a: GradInput) -> str | None:
     return _why_not_branch(a.ds, a.lora_A, out_dtype)
 
 
+def _why_not_blocks(a: GradInput) -> str | None:
+    if a.ds is not None and adapters_of(a.lora_A):
+        return SEVERAL
+    return why_not_gaps(dy=a.dy.scale_inv, weight=a.weight.scale_inv)
+
+
+def why_not_csrc_base(a: GradInput) -> str | None:
+    """None if csrc's kernel multiplies these blocks without the adapters; otherwise the reason why not."""
+    return why_not_csrc_kernel(_base(a)) if in_blocks(a.weight) else NO_BLOCKS
+
+
+def _base(a: GradInput) -> GradInput:
+    return a._replace(ds=None, lora_A=None, dropout=None)
+
+
 def _why_not_branch(ds: Tensor | None, lora_A: Tensor | None, out_dtype: torch.dtype) -> str | None:
     if ds is None or lora_A is None:
         return None
@@ -146,33 +188,41 @@ def _why_not_branch(ds: Tensor | None, lora_A: Tensor | None, out_dtype: torch.d
 
 def why_not_cublaslt_gemm(a: GradInput) -> str | None:
     """None if `torch._scaled_mm` multiplies dy and W; otherwise the reason why not."""
-    dy = a.dy
-    if dy.scale_inv is None or a.weight.scale_inv is None:
+    dy, weight = a.dy, a.weight
+    if dy.scale_inv is None or weight.scale_inv is None:
         return PLAIN
-    return why_not_cublaslt(capability_of(dy.data.device), dy.data.shape[0], *a.weight.data.shape)
+    capability, rows, (n, k) = capability_of(dy.data.device), dy.data.shape[0], weight.data.shape
+    if in_blocks(weight):
+        return why_not_cublaslt_blocks(capability, (rows, k, n), a.out_dtype)
+    return why_not_cublaslt(capability, rows, n, k)
 
 
 def why_not_dequantized_gemm(a: GradInput) -> str | None:
     """None if dy and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
     if a.dy.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
+    if in_blocks(a.weight):
+        return None
     return why_not_dequantized(capability_of(a.dy.data.device), a.out_dtype)
 
 
 def by_csrc(a: GradInput) -> Tensor:
-    """One kernel of csrc, for any rank."""
+    """One kernel of csrc, for any rank. In blocks Wᵀ comes before it."""
     dx = fake(a)
     launch_csrc(dx, a)
     return dx
 
 
-def launch_csrc(dx: Tensor, a: GradInput) -> None:
-    """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands.
+def by_csrc_and_torch(a: GradInput) -> Tensor:
+    """Wᵀ and one kernel of csrc, then PyTorch's for the adapters' branch."""
+    return add_branch(by_csrc(_base(a)), a)
 
-    With scales of blocks, which are 2-D, `weight.data` is Wᵀ [K, N].
-    """
+
+def launch_csrc(dx: Tensor, a: GradInput) -> None:
+    """Write dx [M, K]. `why_not_csrc_kernel` has nothing against the operands."""
     dy, fp8_dtype, weight, ds, lora_A, dropout, _, split = a
-    assert weight.scale_inv is not None
+    if blocks := in_blocks(weight):
+        weight = weight._replace(data=transpose_fp8.run(weight.data))
     (rows, depth), cols, out_dtype = dy.data.shape, dx.shape[1], dx.dtype
     ds, lora_A = _factors(ds, lora_A, out_dtype)
     rank = 0 if lora_A is None else lora_A.shape[-2]
@@ -181,12 +231,11 @@ def launch_csrc(dx: Tensor, a: GradInput) -> None:
     adapters = adapters_of(lora_A)
     mask = dropout if lora_A is not None and drops(dropout) else None
     multiprocessors = multiprocessors_of(dy.data.get_device())
-    in_blocks = weight.scale_inv.dim() == 2
-    how = "blocks" if in_blocks else "turned" if split else "turned fast"
+    how = "blocks" if blocks else "turned" if split else "turned fast"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     if adapters:
         tile = GROUP_ROWS, GROUP_ROWS
-    run = extension().fp8_block_grad_input if in_blocks else extension().fp8_grad_input
+    run = extension().fp8_block_grad_input if blocks else extension().fp8_grad_input
     a_dtype = name(out_dtype if lora_A is None else lora_A.dtype)
     run(
         (dx, ds, lora_A),
@@ -217,20 +266,30 @@ def by_cublaslt(a: GradInput) -> Tensor:
     """`torch._scaled_mm` on a copy of Wᵀ, then one PyTorch kernel after the other for the branch."""
     dy, weight = a.dy, a.weight
     assert dy.scale_inv is not None and weight.scale_inv is not None
+    scales, fast = (dy.scale_inv, weight.scale_inv), not a.split
+    if in_blocks(weight):
+        scales, fast = (dy.scale_inv.t(), weight.scale_inv.t().contiguous().t()), False
     dx = torch._scaled_mm(
         dy.data.contiguous().view(a.fp8_dtype),
         transpose_fp8.run(weight.data).view(E4M3).t(),
-        scale_a=dy.scale_inv,
-        scale_b=weight.scale_inv,
+        scale_a=scales[0],
+        scale_b=scales[1],
         out_dtype=a.out_dtype,
-        use_fast_accum=not a.split,
+        use_fast_accum=fast,
     )
-    return add_branch(dx, a)
+    return _with_branch(dx, a)
 
 
 def by_dequantized(a: GradInput) -> Tensor:
     """A product in `out_dtype`, then one PyTorch kernel after the other for the branch."""
-    return add_branch(dequantized_grad_input(a.dy, a.fp8_dtype, a.weight, a.out_dtype), a)
+    return _with_branch(dequantized_grad_input(a.dy, a.fp8_dtype, a.weight, a.out_dtype), a)
+
+
+def _with_branch(dx: Tensor, a: GradInput) -> Tensor:
+    """dx with the adapter's branch; in blocks it is added in fp32."""
+    if in_blocks(a.weight) and a.ds is not None and a.lora_A is not None:
+        return rounded_with_branch(dx.float(), a)
+    return add_branch(dx, a)
 
 
 def by_torch(a: GradInput) -> Tensor:
@@ -255,6 +314,8 @@ def add_branch(dx: Tensor, a: GradInput) -> Tensor:
 
 
 def chosen(place: Place) -> tuple[str, str]:
+    if place.blocks:
+        return gemm_in_blocks(place, "a kernel behind Wᵀ's copy")
     if without_ours := gemm_without_ours(place):
         return without_ours
     n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
@@ -272,6 +333,7 @@ fp8_grad_input = define(
         check,
         (
             Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, torch", by_csrc_and_torch, why_not_csrc_base),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt_gemm),
             Implementation("dequantized", by_dequantized, why_not_dequantized_gemm),
             Implementation("torch", by_torch),

@@ -10,6 +10,15 @@ Engine's forward. Without FP8 tensor cores both operands are dequantized to y's 
 are multiplied in fp32. A plain base is one product in x's dtype. The other terms come after these products, so that y
 is rounded up to four times.
 
+A base may have a scale for each 128 × 128 block, as DeepSeek-V3's report has it in section 3.3, and x one for each
+1 × 128:
+
+    y[m, n] = Σ_b xs[b, m] · ws[⌊n/128⌋, b] · Σ_{k in block b} x8[m, k] w8[n, k]  +  …
+
+xs and ws, fp32, are the scale_inv. They multiply partial sums of 128 products in fp32, so that the tensor cores' short
+sums end there. csrc's kernel takes one adapter of any rank, and PyTorch adds the term of several after it. cuBLASLt
+takes some sizes, and the rest is dequantized.
+
 Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 
 B may hold the B_i of several projections on its diagonal, as ops/block_diagonal.py makes it. `side` then says where
@@ -28,8 +37,9 @@ from torch import Tensor
 from lorakernels.device import capability_of, extension, multiprocessors_of
 from lorakernels.kernels import tune
 from lorakernels.kernels.arguments import name, where
-from lorakernels.numerics.fp8 import E4M3, dequantize
-from lorakernels.numerics.products import dequantized_linear
+from lorakernels.numerics.blocks import in_blocks
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.products import dequantized, dequantized_linear, dequantized_weight
 from lorakernels.numerics.segments import (
     adapters_of,
     add_rows_times,
@@ -37,19 +47,24 @@ from lorakernels.numerics.segments import (
 )
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import (
+    BLOCKS,
     FLOATS,
     FP8_GEMM_MULTIPLE,
+    NO_BLOCKS,
     PLAIN,
     SEVERAL,
     TMA_CAPABILITY,
     Place,
     gemm_by_cublaslt,
     gemm_by_kernel,
+    gemm_in_blocks,
     gemm_without_ours,
     why_not_aligned,
     why_not_batched_gemm,
     why_not_cublaslt,
+    why_not_cublaslt_blocks,
     why_not_dequantized,
+    why_not_gaps,
     why_not_wgmma_gemm,
 )
 from lorakernels.ops.register import Implementation, Op, define, empty
@@ -62,9 +77,9 @@ TRITON_SPLIT = "Triton's split accumulation takes 1.5 times as long"
 class Linear(NamedTuple):
     """x [M, K] and the weight [N, K] are e4m3, or both plain. bias is [N], residual [M, N], `out_dtype` y's.
 
-    The weight's scale_inv is [1], or [N] for a scale of each row. `up` has s [M, R] and lora_B [N, R], or [J, N, R] of
-    J adapters in one batch. `split` asks the FP8 tensor cores to add partial sums in fp32. `side` says where lora_B has
-    the B_i of several projections on its diagonal.
+    The weight's scale_inv is [1], [N] for a scale of each row, or [⌈N/128⌉, ⌈K/128⌉] with x's [⌈K/128⌉, M]. `up` has s
+    [M, R] and lora_B [N, R], or [J, N, R] of J adapters in one batch. `split` asks the FP8 tensor cores to add partial
+    sums in fp32; in blocks they always do. `side` says where lora_B has the B_i of several projections on its diagonal.
     """
 
     x: Scaled
@@ -81,18 +96,10 @@ def reference(a: Linear) -> Tensor:
     """y [M, N] in `out_dtype`. Sums are fp32's here, whatever `split` asks for.
 
     Raises:
-        ValueError: the weight's scale_inv, the residual, the bias, lora_B or `side` does not fit.
+        ValueError: a scale_inv, the residual, the bias, lora_B or `side` does not fit.
     """
     check(a)
-    weight = a.weight
-    by_row = None if weight.scale_inv is None else weight.scale_inv.view(-1, 1)
-    acc = dequantize(a.x) @ dequantize(Scaled(weight.data, by_row)).t()
-    return rounded_sum(acc, a)
-
-
-def rounded_sum(acc: Tensor, a: Linear) -> Tensor:
-    """y from x Wᵀ in fp32, to which the other terms are added in place: rounded once."""
-    up = a.up
+    acc, up = dequantized(a.x) @ dequantized_weight(a.weight).t(), a.up
     if up is not None and up.s is not None:
         acc += up.scaling * rows_times(up.s.float(), up.lora_B.to(up.s.dtype).float().mT)
     if a.bias is not None:
@@ -107,13 +114,17 @@ def fake(a: Linear) -> Tensor:
 
 
 def check(a: Linear) -> None:
-    """ValueError unless scale_inv is [1] or [N], residual [M, N], bias [N], and lora_B [N, R] for an s [M, R].
+    """ValueError unless scales fit, and residual is [M, N], bias [N], and lora_B [N, R] for an s [M, R].
 
     `side`, if given, must have lora_B's N and R together.
     """
-    weight = a.weight
-    rows, cols = a.x.data.shape[0], weight.data.shape[0]
-    if weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
+    x, weight = a.x, a.weight
+    (rows, depth), cols = x.data.shape, weight.data.shape[0]
+    if in_blocks(x) or in_blocks(weight):
+        if weight.data.shape[1] != depth:
+            raise ValueError(f"weight must be [N, {depth}], found {list(weight.data.shape)}")
+        checks.scales_of_blocks("x", x, weight)
+    elif weight.scale_inv is not None and weight.scale_inv.shape not in ((1,), (cols,)):
         raise ValueError(
             f"weight_scale_inv must be [1] or [{cols}], found {list(weight.scale_inv.shape)}"
         )
@@ -125,6 +136,8 @@ def why_not_csrc_kernel(a: Linear) -> str | None:
     x, weight, up, out_dtype, residual = a.x, a.weight, a.up, a.out_dtype, a.residual
     if x.scale_inv is None or weight.scale_inv is None:
         return PLAIN
+    if in_blocks(weight) and (why_not := _why_not_blocks(a)):
+        return why_not
     if why_not := why_not_wgmma_gemm(capability_of(x.data.device), *weight.data.shape):
         return why_not
     if out_dtype not in (torch.bfloat16, torch.float16):
@@ -145,11 +158,28 @@ def why_not_csrc_kernel(a: Linear) -> str | None:
     return _why_not_floats(bias=a.bias, **_factors(up))
 
 
+def _why_not_blocks(a: Linear) -> str | None:
+    if a.up is not None and adapters_of(a.up.lora_B):
+        return SEVERAL
+    return why_not_gaps(x=a.x.scale_inv, weight=a.weight.scale_inv)
+
+
+def why_not_csrc_base(a: Linear) -> str | None:
+    """None if csrc's kernel multiplies these blocks without the adapters; otherwise the reason why not."""
+    return why_not_csrc_kernel(_base(a)) if in_blocks(a.weight) else NO_BLOCKS
+
+
+def _base(a: Linear) -> Linear:
+    return a._replace(up=None, side=None)
+
+
 def why_not_triton_kernel(a: Linear) -> str | None:
     """None if Triton's kernel takes these operands; otherwise the reason why not."""
     x, weight, out_dtype, residual = a.x, a.weight, a.out_dtype, a.residual
     if x.scale_inv is None or weight.scale_inv is None:
         return PLAIN
+    if in_blocks(weight):
+        return BLOCKS
     capability, rows = capability_of(x.data.device), x.data.shape[0]
     if why_not := _why_not_triton_sizes(capability, rows, *weight.data.shape):
         return why_not
@@ -201,16 +231,21 @@ def _factors(up: Up | None) -> dict[str, Tensor | None]:
 
 def why_not_cublaslt_gemm(a: Linear) -> str | None:
     """None if `torch._scaled_mm` multiplies x and W; otherwise the reason why not."""
-    x = a.x
-    if x.scale_inv is None or a.weight.scale_inv is None:
+    x, weight = a.x, a.weight
+    if x.scale_inv is None or weight.scale_inv is None:
         return PLAIN
-    return why_not_cublaslt(capability_of(x.data.device), x.data.shape[0], *a.weight.data.shape)
+    capability, rows, (n, k) = capability_of(x.data.device), x.data.shape[0], weight.data.shape
+    if in_blocks(weight):
+        return why_not_cublaslt_blocks(capability, (rows, n, k), a.out_dtype)
+    return why_not_cublaslt(capability, rows, n, k)
 
 
 def why_not_dequantized_gemm(a: Linear) -> str | None:
     """None if x and W are FP8 and multiplied in `out_dtype`; otherwise the reason why not."""
     if a.x.scale_inv is None or a.weight.scale_inv is None:
         return PLAIN
+    if in_blocks(a.weight):
+        return None
     return why_not_dequantized(capability_of(a.x.data.device), a.out_dtype)
 
 
@@ -221,8 +256,13 @@ def by_csrc(a: Linear) -> Tensor:
     return y
 
 
+def by_csrc_and_torch(a: Linear) -> Tensor:
+    """One kernel of csrc, then PyTorch's for the adapters' term, which it adds in fp32."""
+    return with_terms(by_csrc(_base(a)), a._replace(bias=None, residual=None))
+
+
 def launch_csrc(y: Tensor, a: Linear) -> None:
-    """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands. A weight_scale_inv of blocks is 2-D."""
+    """Write y [M, N]. `why_not_csrc_kernel` has nothing against the operands."""
     x, weight, bias, up, _, split, residual, side = a
     assert weight.scale_inv is not None
     (rows, cols), depth = y.shape, x.data.shape[1]
@@ -231,13 +271,13 @@ def launch_csrc(y: Tensor, a: Linear) -> None:
     adapters = 0 if factors is None else adapters_of(factors.lora_B)
     b_dtype = y.dtype if factors is None else factors.lora_B.dtype
     dtypes = map(name, (y.dtype, b_dtype, y.dtype if bias is None else bias.dtype))
-    in_blocks = weight.scale_inv.dim() == 2
-    by_column = not in_blocks and weight.scale_inv.numel() > 1
+    blocks = in_blocks(weight)
+    by_column = not blocks and weight.scale_inv.numel() > 1
     multiprocessors = multiprocessors_of(y.get_device())
-    how = "blocks" if in_blocks else "split" if split else "fast"
+    how = "blocks" if blocks else "split" if split else "fast"
     tile = tune.csrc_tile(rows, cols, how, multiprocessors)[0]
     segment_rows = rows // adapters if adapters else 0
-    run = extension().fp8_block_linear if in_blocks else extension().fp8_linear_lora
+    run = extension().fp8_block_linear if blocks else extension().fp8_linear_lora
     run(
         (y, bias, residual),
         x,
@@ -296,14 +336,18 @@ def by_cublaslt(a: Linear) -> Tensor:
     """`torch._scaled_mm`, then one PyTorch kernel for each other term."""
     x, weight, out_dtype = a.x, a.weight, a.out_dtype
     assert x.scale_inv is not None and weight.scale_inv is not None
-    by_column = weight.scale_inv.numel() > 1
+    scales, fast, by_column = (x.scale_inv, weight.scale_inv), not a.split, False
+    if in_blocks(weight):
+        scales, fast = (x.scale_inv.t(), weight.scale_inv.t()), False
+    elif by_column := weight.scale_inv.numel() > 1:
+        scales = x.scale_inv, torch.ones_like(x.scale_inv)
     y = torch._scaled_mm(
         x.data.view(E4M3),
         weight.data.view(E4M3).t(),
-        scale_a=x.scale_inv,
-        scale_b=torch.ones_like(x.scale_inv) if by_column else weight.scale_inv,
+        scale_a=scales[0],
+        scale_b=scales[1],
         out_dtype=torch.float32 if by_column else out_dtype,
-        use_fast_accum=not a.split,
+        use_fast_accum=fast,
     )
     if by_column:
         y = (y * weight.scale_inv).to(out_dtype)
@@ -338,6 +382,8 @@ def with_terms(y: Tensor, a: Linear) -> Tensor:
 
 
 def chosen(place: Place) -> tuple[str, str]:
+    if place.blocks:
+        return gemm_in_blocks(place, "one kernel")
     if without_ours := gemm_without_ours(place):
         return without_ours
     n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
@@ -358,6 +404,7 @@ fp8_linear_lora = define(
         check,
         (
             Implementation("csrc", by_csrc, why_not_csrc_kernel),
+            Implementation("csrc, torch", by_csrc_and_torch, why_not_csrc_base),
             Implementation("triton", by_triton, why_not_triton_kernel),
             Implementation("cublaslt", by_cublaslt, why_not_cublaslt_gemm),
             Implementation("dequantized", by_dequantized, why_not_dequantized_gemm),

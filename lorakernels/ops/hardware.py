@@ -25,6 +25,8 @@ DEQUANTIZED_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}  # thei
 LAYER_CAPABILITY = (8, 0)  # of Triton's kernels between a decoder layer's GEMMs
 PLAIN = "the base is not FP8"
 SEVERAL = "the adapters are several in one batch"
+BLOCKS = "the scales are of blocks"
+NO_BLOCKS = "the scales are not of blocks"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,12 +38,14 @@ class Place(NamedTuple):
         sizes: (N, K) of the layer; None stands for sizes that every implementation takes.
         fp8: whether the base weight is FP8.
         split: whether the recipe has the forward GEMM add partial sums in fp32.
+        blocks: whether the recipe has a scale for each block.
     """
 
     capability: tuple[int, int]
     sizes: tuple[int, int] | None = None
     fp8: bool = True
     split: bool = False
+    blocks: bool = False
 
 
 def why_not_wgmma(capability: tuple[int, int]) -> str | None:
@@ -89,6 +93,15 @@ def why_not_cublaslt_blocks(
     )
 
 
+def why_not_gaps(**scales: Tensor | None) -> str | None:
+    """None if the scales, by their operand's name, have no gaps, as csrc reads them; otherwise the reason why not."""
+    for operand, scale_inv in scales.items():
+        if scale_inv is not None and not scale_inv.is_contiguous():
+            strides = scale_inv.stride()
+            return f"{operand}_scale_inv must be contiguous, found strides {strides}"
+    return None
+
+
 def why_not_dequantized(capability: tuple[int, int], dtype: torch.dtype) -> str | None:
     """None if FP8 operands are multiplied in `dtype`, dequantized: there are tensor cores for it and none for FP8."""
     if capability >= FP8_GEMM_CAPABILITY:
@@ -119,6 +132,16 @@ def gemm_without_ours(place: Place) -> tuple[str, str] | None:
     if why_not := why_not_cublaslt(place.capability, 1, *sizes):
         return "torch", why_not
     return None
+
+
+def gemm_in_blocks(place: Place, kernel: str) -> tuple[str, str]:
+    """What doctor says of a product in blocks, for which csrc has a `kernel`."""
+    n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
+    if not why_not_wgmma_gemm(place.capability, n, k):
+        return "csrc", f"{kernel} for bf16 and fp16, any rank{_needed(place)}"
+    if why_not_cublaslt_blocks(place.capability, (4, 16, 512), torch.bfloat16):
+        return "dequantized", "dequantized matmul, 2 bytes a weight of scratch"
+    return "cublaslt", "torch._scaled_mm, M, N, K in multiples of 4, 16, 512"
 
 
 def gemm_by_kernel(place: Place, name: str, ranks: str) -> tuple[str, str]:

@@ -23,9 +23,10 @@ from torch import Tensor
 from lorakernels.device import capability_of, extension, multiprocessors_of, why_not_csrc
 from lorakernels.kernels.arguments import name, where
 from lorakernels.kernels.triton import segments as segment_kernels
-from lorakernels.numerics.blocks import blocks_of, dequantize_rows
+from lorakernels.numerics.blocks import blocks_of, dequantize_rows, in_blocks
 from lorakernels.numerics.dropout import drops, masked
-from lorakernels.numerics.fp8 import E4M3, dequantize
+from lorakernels.numerics.fp8 import E4M3
+from lorakernels.numerics.products import dequantized
 from lorakernels.numerics.segments import segments, sum_over_rows
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, SEVERAL, Place, why_not_batched
@@ -59,7 +60,7 @@ def reference(a: GradA) -> Tensor:
     """
     check(a)
     x = a.x
-    xd, factor = masked(dequantize_rows(x) if in_blocks(x) else dequantize(x), a.dropout)
+    xd, factor = masked(dequantized(x), a.dropout)
     return (sum_over_rows(a.ds.float(), xd, a.adapters) * factor).to(a.out_dtype)
 
 
@@ -79,11 +80,6 @@ def check(a: GradA) -> None:
     if scale_inv is not None and in_blocks(x) and scale_inv.shape != (blocks_of(cols), rows):
         expected = [blocks_of(cols), rows]
         raise ValueError(f"x_scale_inv must be [1] or {expected}, found {list(scale_inv.shape)}")
-
-
-def in_blocks(x: Scaled) -> bool:
-    """Whether each 1 × 128 of x has a scale of its own."""
-    return x.scale_inv is not None and x.scale_inv.dim() == 2
 
 
 def why_not_csrc_kernel(a: GradA) -> str | None:

@@ -20,6 +20,7 @@ from lorakernels import (
     ops,
 )
 from lorakernels.autograd.linear import linear
+from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.modules.linear import calls as calls_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.recorded.routing import without_plans
@@ -334,20 +335,26 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
     assert backward.call_args.args[-1] is (not fprop)
 
 
-@pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
+@pytest.mark.parametrize("power", [False, True], ids=["any scale", "powers of two"])
 @pytest.mark.parametrize(
-    ("fp8", "op"),
-    [(HYBRID, "fp8_grad_input"), (BlockScaling(), "fp8_block_grad_input")],
-    ids=["delayed", "blocks"],
+    ("name", "dy"), [("E4M3", torch.float8_e4m3fn), ("HYBRID", torch.float8_e5m2)]
 )
-def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(fp8, op, draws, monkeypatch):
+def test_a_spec_has_what_ops_are_asked_for_by_a_recipe_of_blocks(name, dy, power):
+    spec = LoRASpec(2.0, blocks=BlockScaling(name, power))
+    assert (spec.backward_dtype, spec.power_of_two) == (dy, power)
+    assert spec.numbers.spec == spec and LoRASpec(2.0).power_of_two is None
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["drawn twice", "drawn once"])
+@pytest.mark.parametrize("fp8", [HYBRID, BlockScaling()], ids=["delayed", "blocks"])
+def test_dA_and_dx_get_the_mask_that_quantize_grad_drew(fp8, draws, monkeypatch):
     """What a GPU's backward does, with the reference's ops."""
     monkeypatch.setattr(linear, "hands_mask_over", lambda *_: draws)
     layer = make_layer(40, 16, 4, p=0.3, fp8=fp8)
     x, slot = torch.randn(8, 40, requires_grad=True), torch.tensor([5, 6])
     with (
         mock.patch.object(calls_module, "draw_slot", lambda *_: slot),
-        mock.patch.object(ops, op, wraps=getattr(ops, op)) as grad_x,
+        mock.patch.object(ops, "fp8_grad_input", wraps=ops.fp8_grad_input) as grad_x,
         mock.patch.object(ops, "lora_grad_a", wraps=ops.lora_grad_a) as grad_a,
     ):
         layer(x).sum().backward()

@@ -23,7 +23,7 @@ def test_doctor_json_holds_every_op_of_every_device(capsys: pytest.CaptureFixtur
     facts = json.loads(capsys.readouterr().out)
     assert len(facts["devices"]) == 1 + torch.cuda.device_count()
     for device in facts["devices"]:
-        assert set(device["ops"]) == set(implementations("cpu"))
+        assert {op.removesuffix(" (blocks)") for op in device["ops"]} == set(implementations("cpu"))
         assert all(op["implementation"] and op["reason"] for op in device["ops"].values())
     assert facts["packages"]["torch"] == torch.__version__
     assert facts["extension"]["build"]["version"] == facts["packages"]["lorakernels"]
@@ -65,9 +65,15 @@ def test_an_a100_gets_a_row_for_each_op_with_its_cost_and_the_command_that_chang
     page = doctor_page.render(facts(found, torch={"cuda_build": "13.0", "cuda_available": True}))
     assert page.startswith("lorakernels can train here, on 1 GPU.")
     rows = page.partition("What each op takes on cuda:0\n")[2].partition("\n\n")[0].splitlines()
-    assert len(rows) == len(implementations("cpu")) + 1
+    assert len(rows) == len(found["ops"]) + 1
+    in_blocks = set(found["ops"]) - set(implementations("cpu"))
+    assert in_blocks == {"fp8_linear_lora (blocks)", "fp8_grad_input (blocks)"}
     for (op, entry), row in zip(found["ops"].items(), rows, strict=False):
-        assert row.split()[0] == op and entry["implementation"] in row and entry["reason"] in row
+        assert (
+            row.startswith(f"  {op}  ")
+            and entry["implementation"] in row
+            and entry["reason"] in row
+        )
         factor = SLOWER.get((op, entry["implementation"]))
         assert row.endswith(f"[{factor:g} ×]" if factor else entry["reason"])
     slower = sum((op, entry["implementation"]) in SLOWER for op, entry in found["ops"].items())

@@ -33,8 +33,6 @@ from lorakernels.ops.register import Op
 from lorakernels.values import Dropout, Weight
 from tests.memsets import memset
 from tests.ops.cases import CONTRACTS
-from tests.ops.cases import fp8_block_grad_input as block_grads
-from tests.ops.cases import fp8_block_linear as block_linears
 from tests.ops.cases import grouped_grad_input as group_grads
 from tests.ops.cases import grouped_linear_lora as group_linears
 from tests.ops.cases.fp8_grad_input import Grad
@@ -49,9 +47,9 @@ MOST = 60_000  # elements of a contract's case that is taken
 GROUPS = {
     "products": ("fp8_linear_lora",),
     "gradients": ("fp8_grad_input",),
-    "blocks": ("fp8_block_linear", "fp8_block_grad_input"),
+    "blocks": (),
     "groups": ("grouped_linear_lora", "grouped_grad_input"),
-    "quantize_grad": ("quantize_grad", "quantize_grad_and_mask"),
+    "quantize_grad": ("quantize_grad",),
     "quantize_lora_down": ("quantize_lora_down",),
     "lora_grad_a": ("lora_grad_a",),
     "others": (
@@ -106,10 +104,10 @@ def gradients() -> Iterator[Call]:
 
 def blocks() -> Iterator[Call]:
     for rank in RANKS:
-        form: Any = partial(block_linears.Linear, residual=rank in (8, 128))
+        form, grad = partial(Linear, residual=rank in (8, 128)), partial(Grad, in_blocks=True)
         for tile in tune.CSRC_TILES["blocks"]:
-            yield _linear(ops.fp8_block_linear, form, "blocks", tile, rank)
-            yield from _gradients(ops.fp8_block_grad_input, block_grads.Grad, "blocks", tile, rank)
+            yield _linear(ops.fp8_linear_lora, partial(form, in_blocks=True), "blocks", tile, rank)
+            yield from _gradients(ops.fp8_grad_input, grad, "blocks", tile, rank)
 
 
 def _linear(op: Op[..., Any, Any], form: Any, how: str, tile: tuple[int, int], rank: int) -> Call:
@@ -168,7 +166,7 @@ def strips() -> Iterator[Call]:
         yield Call(f"{rows} × {cols}, r{rank}, no scale", ops.quantize_grad, unset, rows)
         if 0 < rank <= 64:
             drawing = partial(with_mask, make, 264)
-            yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad_and_mask, drawing, rows)
+            yield Call(f"{rows} × {cols}, r{rank}, mask", ops.quantize_grad, drawing, rows)
         if cols == 400:
             blocks = partial(grad_of, cols, rank, power=rank > 16)
             yield Call(f"{rows} × {cols}, r{rank}, blocks", ops.quantize_grad, blocks, rows)

@@ -19,8 +19,8 @@ def op(name: str) -> Any:
 
 
 def test_python_has_the_same_limits() -> None:
-    quantize_lora_down, quantize_grad, and_mask, lora_grad_a = map(
-        op, ("quantize_lora_down", "quantize_grad", "quantize_grad_and_mask", "lora_grad_a")
+    quantize_lora_down, quantize_grad, lora_grad_a = map(
+        op, ("quantize_lora_down", "quantize_grad", "lora_grad_a")
     )
     down, grad, grad_a = (
         _C.limits.quantize_lora_down,
@@ -33,7 +33,7 @@ def test_python_has_the_same_limits() -> None:
     )
     assert vars(grad) == {
         "rank": quantize_grad.MAX_RANK,
-        "drawn_rank": and_mask.MAX_DRAWN_RANK,
+        "drawn_rank": quantize_grad.MAX_DRAWN_RANK,
         "cols_multiple": quantize_grad.MULTIPLE,
         "block_cols_multiple": quantize_grad.BLOCK_MULTIPLE,
         "projections": quantize_grad.MAX_PROJECTIONS,

@@ -99,8 +99,9 @@ class Asked(TorchDispatchMode):
         known = func._schema.arguments
         passed = {a.name: a.default_value for a in known}  # torch drops what is the default
         passed |= dict(zip(passed, args, strict=False)) | (kwargs or {})
-        power = passed.get("power_of_two")
-        if power is not None or "fp8_block" in func.__name__:
+        scales = passed.get("weight_scale_inv")
+        reads = scales is not None and scales.dim() == 2
+        if passed.get("power_of_two") is not None or reads:
             for name in {"power_of_two", "fp8_dtype"} & passed.keys():
                 self.found.setdefault((func.__name__, name), set()).add(passed[name])
         return func(*args, **(kwargs or {}))
@@ -206,9 +207,9 @@ def quantized_apart() -> Iterator[Counter[str]]:
         return dqkv, *ops.quantize_blocks(dqkv, fp8, power)
 
     def grad_of_linear(
-        dy: Any, up: Any, scaling: Any, fp8: Any, side: Any = None, power: Any = None
+        dy: Any, up: Any, scaling: Any, fp8: Any, side: Any, power: Any, *mask: Any
     ) -> Any:
-        dy8, scale_inv, *factors = ours["quantize_grad"](dy, up, scaling, fp8, side)
+        dy8, scale_inv, *factors = ours["quantize_grad"](dy, up, scaling, fp8, side, None, *mask)
         if power is not None:
             counts["quantize_grad"] += 1
             dy8, scale_inv = ops.quantize_blocks(dy, fp8, power)

@@ -156,7 +156,7 @@ def test_there_is_no_state():
     assert report.fp8_state is None and report.scales_in_charge == "each block"
     assert isinstance(model[1], FrozenFP8Linear) and model[1].block_scaling == BLOCKS
     assert model[0].recipe == BLOCKS and model[0].fp8_state is None
-    assert "base=e4m3 in blocks" in str(report) and "fp8_block_linear" in report.adapted()[0].ops
+    assert "base=e4m3 in blocks" in str(report) and "quantize_blocks" in report.adapted()[0].ops
     names = {"weight", "bias", "weight_scale_inv"}
     assert {k.partition(".")[2] for k in model.state_dict() if k.startswith("1.")} == names
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beyond the contract of the ops of BlockScaling: PyTorch's way of a GPU on the CPU, and what scales are for."""
+"""Beyond the contract of products in blocks: PyTorch's way of a GPU on the CPU, and what scales are for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from lorakernels.ops import Scaled
 from lorakernels.ops.register import OPS
 from tests.dry_cuda import dry_cuda
 from tests.ops.cases import CONTRACTS
-from tests.ops.cases.fp8_block_grad_input import Grad
-from tests.ops.cases.fp8_block_linear import Linear
+from tests.ops.cases.fp8_grad_input import in_blocks as grad
+from tests.ops.cases.fp8_linear_lora import in_blocks as linear
 from tests.ops.contract import BF16, E4M3, E5M2, FP16, FP32, Call, Case, cloned, tensors
 
-NAMES = ("fp8_block_linear", "fp8_block_grad_input")
-CASES = [(name, case) for name in NAMES for case in CONTRACTS[name].cases]
+LAUNCHES = {"fp8_linear_lora": "fp8_block_linear", "fp8_grad_input": "fp8_block_grad_input"}
+NAMES = tuple(LAUNCHES)
+CASES = [(name, case) for name in NAMES for case in CONTRACTS[name].cases if "in blocks" in case]
 ROUNDINGS = 4  # both operands, the product, and the terms after it
 
 
@@ -32,7 +33,7 @@ def test_pytorch_s_way_is_within_the_bound(name, case):
     contract = CONTRACTS[name]
     arguments = contract.cases[case].arguments("cpu", rows=40)
     before = cloned(arguments)
-    (by_torch,) = (i for i in contract.op.implementations if i.name == "torch")
+    by_torch = next(i for i in contract.op.implementations if i.name == "dequantized")
     results = by_torch.run(contract.op.arguments(*arguments))
     done = Call(before, arguments, tuple(tensors(results)), ROUNDINGS)
     assert all(each.is_right() for each in contract.bound(done))
@@ -53,12 +54,12 @@ def test_products_of_random_sizes_are_within_the_bound(seed, device, monkeypatch
     name = NAMES[seed % 2]
     tile = draw.choice(list(tune.CSRC_TILES["blocks"]))
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
-    if name == "fp8_block_linear":
+    if name == "fp8_linear_lora":
         bias = draw.choice([None, FP32, dtype])
-        make = Linear(n, k, rank, bias, factor, dtype, residual=draw.random() < 0.5)
+        make = linear(n, k, rank, bias, factor, dtype, residual=draw.random() < 0.5)
     else:
         p, fp8 = draw.choice([0.0, 0.1, 0.7]), draw.choice([E4M3, E5M2])
-        make = Grad(k, n, rank, p if rank else 0.0, dtype, factor, fp8)
+        make = grad(k, n, rank, p if rank else 0.0, dtype, factor, fp8)
     arguments = Case(make, rows).arguments(device)
     op, before = CONTRACTS[name].op, cloned(arguments)
     if device.type == "cuda" and capability(0) == (9, 0):
@@ -81,26 +82,26 @@ def test_the_mask_in_blocks_is_the_reference_s_bit_for_bit(
     """
     monkeypatch.setattr(tune, "csrc_tile", lambda *_: (tile, 1.0))
     rows, k = 3 * 128 + 77, 2 * 256 + 80
-    made = Case(Grad(k, 144, rank, p=0.5), rows).arguments(device)
-    dy, fp8, weight, ds, lora_A, dropout, dtype = made
+    made = Case(grad(k, 144, rank, p=0.5), rows).arguments(device)
+    dy, fp8, weight, ds, lora_A, dropout, dtype, _ = made
     for x, value in ((dy.data, 0), (ds, 1), (lora_A, 1)):
         x.fill_(value)
     dropout = dropout._replace(row0=origin[0], col0=origin[1])
     keep = drawn_mask(dropout, rows, k)
     if handed:
         dropout = dropout._replace(dropped=dropped_bits(keep))
-    dx = ops.fp8_block_grad_input(dy, fp8, weight, ds, lora_A, dropout, dtype)
+    dx = ops.fp8_grad_input(dy, fp8, weight, ds, lora_A, dropout, dtype)
     assert torch.equal(dx, (keep * (2.0 * rank)).to(BF16))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_csrc_s_kernels_get_no_factors_of_several_adapters(name):
     """They have none for each segment of rows, and would take the first adapter's for all."""
-    arguments = CONTRACTS[name].cases["several"].arguments("cpu", rows=256)
+    arguments = CONTRACTS[name].cases["in blocks, several"].arguments("cpu", rows=256)
     with dry_cuda() as recorded:
         OPS[name](*arguments)
-    (launch,) = (call.arguments for call in recorded.calls if call.name == name)
-    factors = ("B", "s") if name == "fp8_block_linear" else ("A", "ds")
+    (launch,) = (call.arguments for call in recorded.calls if call.name == LAUNCHES[name])
+    factors = ("B", "s") if name == "fp8_linear_lora" else ("A", "ds")
     assert [launch[f] for f in (*factors, "rank", "segment_rows")] == [None, None, 0, 0]
 
 

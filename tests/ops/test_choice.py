@@ -39,7 +39,7 @@ def test_every_op_is_named(device, capability):
     """Each op, or the one that it goes with, has an implementation and a reason."""
     table = implementations(device, Place(capability))
     mains = {name.rstrip("_") for name, op in REGISTERED.items() if op.chosen is not None}
-    assert set(table) == mains and len(mains) == 27
+    assert set(table) == mains and len(mains) == 25
     assert all(implementation and reason for implementation, reason in table.values())
 
 
@@ -58,8 +58,7 @@ ANYWHERE = {
     "quantize_lora_down",
     "transpose_fp8",
 }
-HOPPER = {"fp8_block_linear", "fp8_block_grad_input", "grouped_linear_lora", "grouped_grad_input"}
-HOPPER |= {"quantize_grad"}
+HOPPER = {"grouped_linear_lora", "grouped_grad_input", "quantize_grad"}
 
 
 @pytest.fixture
@@ -75,6 +74,9 @@ def built_for_all() -> Iterator[None]:
 def test_what_a_gpu_runs_that_csrc_was_compiled_for(capability, built_for_all):
     """wgmma's kernels on Hopper alone; where these are PyTorch's elsewhere, csrc's other kernels still run."""
     table = {op: name for op, (name, _) in implementations("cuda", Place(capability)).items()}
+    in_blocks = implementations("cuda", Place(capability, blocks=True))
+    products = {in_blocks[op][0] for op in ("fp8_linear_lora", "fp8_grad_input")}
+    assert products == {"csrc" if capability == (9, 0) else "dequantized"}
     assert (table["fp8_linear_lora"], table["fp8_grad_input"]) == PRODUCTS[capability]
     assert {table[op] for op in ANYWHERE} == {"csrc"}
     assert {table[op] for op in HOPPER} == {"csrc" if capability == (9, 0) else "torch"}

@@ -29,8 +29,9 @@ def test_where_csrc_s_kernels_run_both_are_its(monkeypatch):
     table = implementations("cuda", Place((9, 0), split=True))
     note = "one kernel for bf16 and fp16, any rank, N, K in multiples of 16; else torch._scaled_mm"
     assert all(table[op] == ("csrc", note) for op in GEMMS)
-    assert table["fp8_block_linear"][1].startswith("one kernel for bf16 and fp16, any rank")
-    assert table["fp8_block_grad_input"][1].startswith("a kernel behind Wᵀ's copy for bf16 and")
+    in_blocks = implementations("cuda", Place((9, 0), blocks=True))
+    assert in_blocks["fp8_linear_lora"] == ("csrc", note.partition(";")[0])
+    assert in_blocks["fp8_grad_input"][1].startswith("a kernel behind Wᵀ's copy for bf16 and")
     odd = implementations("cuda", Place((9, 0), (30, 64)))
     assert all(odd[op] == ("torch", "N = 30 and K = 64 must be multiples of 16") for op in GEMMS)
 

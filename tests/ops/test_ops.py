@@ -34,12 +34,6 @@ SCHEMAS = (
     "expert_route(Tensor chosen, SymInt experts) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "expert_sum(Tensor y, Tensor place, Tensor? weights) -> Tensor",
     "expert_sum_backward(Tensor dout, Tensor y, Tensor place, Tensor weights) -> (Tensor, Tensor)",
-    "fp8_block_grad_input(Tensor dy, Tensor dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor weight_scale_inv,"
-    " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype, SymInt row0=0,"
-    " SymInt col0=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
-    "fp8_block_linear(Tensor x, Tensor x_scale_inv, Tensor weight, Tensor weight_scale_inv, Tensor? bias, Tensor? s,"
-    " Tensor? lora_B, float scaling, ScalarType out_dtype, Tensor? residual=None, SymInt[]? rows=None,"
-    " SymInt[]? ranks=None) -> Tensor",
     "fp8_grad_input(Tensor dy, Tensor? dy_scale_inv, ScalarType fp8_dtype, Tensor weight, Tensor? weight_scale_inv,"
     " Tensor? ds, Tensor? lora_A, Tensor? slot, float p, SymInt site, ScalarType out_dtype,"
     " SymInt row0=0, SymInt col0=0, bool split=True, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
@@ -62,11 +56,8 @@ SCHEMAS = (
     " SymInt row0=0, SymInt col0=0, SymInt adapters=0, Tensor? dropped=None, SymInt[] chunks=[]) -> Tensor",
     "quantize_blocks(Tensor x, ScalarType fp8_dtype, bool power_of_two=False) -> (Tensor, Tensor)",
     "quantize_grad(Tensor dy, Tensor? lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
-    " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None, bool? power_of_two=None)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-    "quantize_grad_and_mask(Tensor dy, Tensor lora_B, Tensor? s, Tensor(a3!)? state, SymInt column, bool delayed,"
-    " float scaling, ScalarType fp8_dtype, Tensor slot, float p, SymInt site, SymInt cols, SymInt row0=0,"
-    " SymInt col0=0, SymInt[]? rows=None, SymInt[]? ranks=None, SymInt[] chunks=[], bool? power_of_two=None)"
+    " float scaling, ScalarType fp8_dtype, SymInt[]? rows=None, SymInt[]? ranks=None, bool? power_of_two=None,"
+    " Tensor? slot=None, float p=0., SymInt site=0, SymInt cols=0, SymInt row0=0, SymInt col0=0, SymInt[] chunks=[])"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     "quantize_lora_down(Tensor x, Tensor? lora_A, Tensor(a2!)? state, SymInt column, bool delayed, Tensor? slot,"
     " float p, SymInt site, SymInt row0=0, SymInt col0=0, SymInt[] chunks=[], bool? power_of_two=None)"

@@ -35,11 +35,11 @@ def test_side_by_side_equals_one_after_the_other(rows: int) -> None:
     """dy8 and amax as bits; ds too where strips are as wide alone, which needs many rows."""
     dy, up, scaling, fp8, side, _ = made((2048, -512, 512), 16, Made("cuda", rows))
     alone = scaling._replace(state=scaling.state.clone())
-    whole8, whole_inv, ds, dB = run(dy, up, scaling, fp8, side)
+    whole8, whole_inv, ds, dB, _ = run(dy, up, scaling, fp8, side)
     for cols, window in windows(side):
         d = dy[:, cols].contiguous()
         own = None if window is None else Up(up.lora_B[cols], up.s[:, window].contiguous(), SCALING)
-        dy8, inv, own_ds, own_dB = run(d, own, alone, fp8)
+        dy8, inv, own_ds, own_dB, _ = run(d, own, alone, fp8)
         assert torch.equal(whole8[:, cols], dy8) and torch.equal(whole_inv, inv)
         if own is None:
             continue
@@ -65,7 +65,7 @@ def test_a_captured_scale_may_be_set_later(n: int, rank: int) -> None:
     run(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        dy8, scale_inv, ds, dB = run(*arguments)
+        dy8, scale_inv, ds, dB, _ = run(*arguments)
     known = []
     for scale in (0.0, 96.0, torch.nan, -1.0, 0.5):
         state[-1, column], state[0, column] = scale, 0.25
@@ -83,7 +83,7 @@ def test_what_is_not_finite_stays_in_its_projection() -> None:
     dy, up, scaling, *others = made((512, -128, 512), 16, Made("cuda", 300))
     clean = run(dy, up, scaling._replace(state=scaling.state.clone()), *others)
     dy[5, 600], dy[7, 700] = torch.inf, torch.nan  # in the second, the third
-    _, _, ds, dB = run(dy, up, scaling, *others)
+    _, _, ds, dB, _ = run(dy, up, scaling, *others)
     assert bool(ds[7, 16:].isnan().all()) and bool(dB[700].isnan().all())
     ds[7, 16:], dB[700] = clean[2][7, 16:], clean[3][700]
     assert torch.equal(ds, clean[2]) and torch.equal(dB, clean[3])
@@ -164,7 +164,7 @@ def test_side_by_side_equals_the_block_diagonal(
     scaling = (Scaling(torch.ones(2, 2), 0, True), E5M2)
     dy = dy.to(dtype)
     expected = ops.quantize_grad.by_reference(dy, Up(whole, s, 2.0), *scaling)
-    dy8, _, ds, dB = FORMS[form](dy, Up(b, s, 2.0), *scaling, side)
+    dy8, _, ds, dB, _ = FORMS[form](dy, Up(b, s, 2.0), *scaling, side)
     assert torch.equal(dy8, expected[0]) and torch.equal(ds, expected[2])
     assert ds.dtype == dtype and dB.dtype == FP32 and dB.shape == b.shape
     for cols, window in windows(side):

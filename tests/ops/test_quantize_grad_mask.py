@@ -12,15 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lorakernels import ops
 from lorakernels.ops import hardware
-from lorakernels.ops.quantize_grad_and_mask import hands_mask_over
+from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.values import Dropout, SideBySide, Up, Weight
 from tests.dry_cuda import dry_cuda
 from tests.kernels.bindings import call, names_of
 from tests.ops.cases import CONTRACTS
 
-MODULE = sys.modules[
-    "lorakernels.ops.quantize_grad_and_mask"
-]  # the package has the op under this name
+MODULE = sys.modules["lorakernels.ops.quantize_grad"]  # the package has the op under this name
 GRAD_A = sys.modules["lorakernels.ops.lora_grad_a"]
 BF16 = torch.bfloat16
 SITE = 3
@@ -34,13 +32,15 @@ SITE = 3
         ("rank", "csrc, mask apart"),
         ("p", "csrc, mask apart"),
         ("col0", "csrc, mask apart"),
+        ("base only", "csrc, mask apart"),
+        ("several", "csrc, triton"),
         ("N % 8", "torch"),
     ],
 )
 def test_what_is_not_drawn_beside_comes_from_another_kernel(case: str, by: str) -> None:
-    arguments = CONTRACTS["quantize_grad_and_mask"].cases[case].arguments("cpu")
+    arguments = CONTRACTS["quantize_grad"].cases[f"mask, {case}"].arguments("cpu")
     with dry_cuda():
-        assert ops.quantize_grad_and_mask.takes(*arguments).name == by
+        assert ops.quantize_grad.takes(*arguments).name == by
 
 
 @pytest.mark.parametrize(

@@ -193,19 +193,12 @@ def _normed_input(
         return *quantize_down(rows, to), None
     scaling = to.scaling_ahead()
     apart = to.quantized and scaling is None  # the scale comes from the normed rows of all ranks
-    in_fp8 = to.quantized or to.blocks is not None
-    unquantized = apart or to.adapted or not in_fp8
-    normed, *x8, rstd = ops.rms_norm_quantize(
-        rows, norm, eps, scaling, unquantized, _power_of_two(to)
-    )
+    unquantized = apart or to.adapted or not to.in_fp8
+    power = to.spec.power_of_two
+    normed, *x8, rstd = ops.rms_norm_quantize(rows, norm, eps, scaling, unquantized, power)
     if apart:
         return *quantize_down(normed, to), rstd
-    return Scaled(*x8) if in_fp8 else Scaled(normed), lora_down(normed, to), rstd
-
-
-def _power_of_two(to: Projections) -> bool | None:
-    """Whether the scales of 1 × 128 are powers of two, where a kernel quantizes its result; None without blocks."""
-    return None if to.blocks is None else to.blocks.power_2_scale
+    return Scaled(*x8) if to.in_fp8 else Scaled(normed), lora_down(normed, to), rstd
 
 
 def _normed(saved: Kept, eps: float) -> Tensor:
@@ -259,10 +252,10 @@ def _heads_backward(
     """
     dq, dk, dv = (d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     norms = (saved.get("q_norm"), saved.get("k_norm"))
-    multiplier, dnorms = call.to.multiplier, [None, None]
+    multiplier, dnorms, spec = call.to.multiplier, [None, None], call.to.spec
     assert multiplier is not None
-    if norms == (None, None) and (blocks := call.to.blocks) is not None:
-        how = blocks.backward_dtype, blocks.power_2_scale
+    if norms == (None, None) and spec.power_of_two is not None:
+        how = spec.backward_dtype, spec.power_of_two
         dqkv, *d8 = ops.rope_qkv_backward_quantize(dq, dk, dv, call.cos, call.sin, multiplier, *how)
         return dqkv, Scaled(*d8), [*dnorms]
     if norms == (None, None):
@@ -445,8 +438,7 @@ def _swiglu(
     to = to.placed(g_u.shape[0])
     scaling = to.scaling_ahead()
     apart = to.quantized and scaling is None  # the scale comes from the parts of all ranks
-    in_fp8, power_of_two = to.quantized or to.blocks is not None, _power_of_two(to)
-    unquantized = apart or to.adapted or not in_fp8
+    unquantized, power_of_two = apart or to.adapted or not to.in_fp8, to.spec.power_of_two
     bytes_: tuple[Tensor | None, Tensor | None] = (None, None)
     if pack:
         act, *a8, data, scale_inv = ops.swiglu_quantize_and_pack(
@@ -457,7 +449,7 @@ def _swiglu(
         act, *a8 = ops.swiglu_quantize(Scaled(g_u), scaling, unquantized, None, power_of_two)
     if apart:
         return *quantize_down(act, to), bytes_
-    return Scaled(*a8) if in_fp8 else Scaled(act), lora_down(act, to), bytes_
+    return Scaled(*a8) if to.in_fp8 else Scaled(act), lora_down(act, to), bytes_
 
 
 def _act_backward(
@@ -471,11 +463,14 @@ def _act_backward(
     assert dact is not None and to.multiplier is not None
     if call.act == "gelu_tanh":
         return geglu_backward(dact, g_u, to.multiplier), None
-    scaling, blocks = to.scaling_ahead(backward=True), to.blocks
-    made = scaling is not None or blocks is not None
-    fp8_dtype = to.spec.backward_dtype if blocks is None else blocks.backward_dtype
+    scaling, power, fp8_dtype = (
+        to.scaling_ahead(backward=True),
+        to.spec.power_of_two,
+        to.spec.backward_dtype,
+    )
+    made = scaling is not None or power is not None
     unquantized = not made or to.adapted or biases
     d, d8, scale_inv = ops.swiglu_quantize_grad(
-        dact, g_u, to.multiplier, scaling, fp8_dtype, unquantized, _power_of_two(to)
+        dact, g_u, to.multiplier, scaling, fp8_dtype, unquantized, power
     )
     return d, Scaled(d8, scale_inv) if made else None

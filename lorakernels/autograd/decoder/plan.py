@@ -55,14 +55,14 @@ def planned_projections(
         params: the projections' parameters for autograd (`Trained` in node.py).
     """
     tensors, states = _tensors(to), (to.state_x, to.state_dy)
-    if (None in states and to.blocks is None) or to.over is not None:
+    if not to.in_fp8 or to.over is not None:
         return None
     if not are_plain(*states, *tensors, *params):
         return None
     forms = tuple(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
     )
-    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers, to.blocks)
+    key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
     kind = shared(_Kind, key)
     offset = column_offset(to.spec.column)
     addresses = tuple(s.data_ptr() + offset for s in states if s is not None)

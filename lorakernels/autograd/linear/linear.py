@@ -43,8 +43,8 @@ from lorakernels.autograd.linear.projections import (
 from lorakernels.config import BlockScaling
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
-from lorakernels.ops.quantize_grad_and_mask import hands_mask_over
-from lorakernels.values import Dropout, Scaled, Up, Weight
+from lorakernels.ops.quantize_grad import hands_mask_over
+from lorakernels.values import Dropout, Scaled, Scaling, Up, Weight
 
 Run = Callable[..., Any]
 
@@ -75,17 +75,19 @@ def quantize_down(
     mask = to.masks[0] if to.masks and one else None
     operand, s = Scaled(x), None
     if to.quantized or (to.adapted and one):
-        lora_A = to.lora_A if one else None
-        power = None if to.blocks is None else to.blocks.power_2_scale
+        lora_A, power = to.lora_A if one else None, to.spec.power_of_two
         scaling = to.scaling_x(x)
         x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, mask, power)
-        operand = Scaled(x8, scale_inv) if to.quantized or power is not None else operand
-    operand = quantize_in_blocks(operand, to.blocks)
+        operand = Scaled(x8, scale_inv) if to.in_fp8 else operand
+    operand = quantize_in_blocks(operand, to.spec.blocks, run=run)
     return operand, s if one and to.adapted else lora_down(x, to)
 
 
 def quantize_in_blocks(
-    x: Scaled, blocks: BlockScaling | None, fp8_dtype: torch.dtype = E4M3
+    x: Scaled,
+    blocks: BlockScaling | None,
+    fp8_dtype: torch.dtype = E4M3,
+    run: Run = through_dispatcher,
 ) -> Scaled:
     """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], by the recipe `blocks`; x itself without one, or if it has scales.
 
@@ -93,7 +95,7 @@ def quantize_in_blocks(
     """
     if blocks is None or x.scale_inv is not None:
         return x
-    return Scaled(*ops.quantize_blocks(x.data, fp8_dtype, blocks.power_2_scale))
+    return Scaled(*run(ops.quantize_blocks, x.data, fp8_dtype, blocks.power_2_scale))
 
 
 def project(
@@ -106,16 +108,11 @@ def project(
     run: Run = through_dispatcher,
 ) -> Tensor:
     """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
-    y: Tensor
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
-    if to.blocks is not None:
-        x = quantize_in_blocks(operand, to.blocks)
-        given = (x, weight, to.bias, up, out_dtype, residual, to.diagonal)
-        y = run(ops.fp8_block_linear, *given)
-        return y
-    split, side = to.spec.split_fprop, to.diagonal
-    y = run(ops.fp8_linear_lora, operand, weight, to.bias, up, out_dtype, split, residual, side)
+    x, split = quantize_in_blocks(operand, to.spec.blocks, run=run), to.spec.split_fprop
+    side = to.diagonal
+    y: Tensor = run(ops.fp8_linear_lora, x, weight, to.bias, up, out_dtype, split, residual, side)
     return y
 
 
@@ -161,13 +158,13 @@ def gradients(
     s, dtype_A, lora_B, stacked_B = adapters
     block = (lora_B[0] if stacked_B is None else stacked_B) if to.adapted else None
     ds = dB = dropped = None
-    state = to.state_dy if dy8 is None else None
-    in_blocks = to.blocks is not None and dy8 is None and needs.x
-    if state is not None or block is not None:
-        found8, scale_inv, ds, dB, dropped = _quantize(
-            to, dy, block, s if needs.B else None, (state, in_blocks), needs, run
-        )
-        dy8 = Scaled(found8, scale_inv) if state is not None or in_blocks else dy8
+    scaling = to.spec.of_state(to.state_dy) if dy8 is None else None
+    power = to.spec.power_of_two if dy8 is None and needs.x else None
+    if scaling is not None or block is not None:
+        up = None if block is None else Up(block, s if needs.B else None, to.spec.scaling)
+        found8, scale_inv, ds, dB, dropped = _quantize(to, dy, up, scaling, power, needs, run)
+        made = scaling is not None or power is not None
+        dy8 = Scaled(found8, scale_inv) if made else dy8
     dy8 = dy8 or Scaled(dy)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
@@ -181,38 +178,30 @@ def gradients(
 def _quantize(
     to: Projections,
     dy: Tensor,
-    block: Tensor | None,
-    s: Tensor | None,
-    by: tuple[Tensor | None, bool],
+    up: Up | None,
+    scaling: Scaling | None,
+    power: bool | None,
     needs: Needs,
     run: Run,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(dy8, its scale_inv, ds, dB, the mask's bits if `lora_grad_a` and `fp8_grad_input` will read them).
 
-    `by`: the state that has dy's scale, and whether each block has one. Without both, dy8 and its scale_inv are empty.
+    Without `scaling` and `power`, dy8 and its scale_inv are empty.
     """
-    spec, side, (state, in_blocks) = to.spec, to.beside, by
-    up = None if block is None else Up(block, s, spec.scaling)
-    scaling, fp8_dtype, power = spec.of_state(state), spec.backward_dtype, None
-    if in_blocks and to.blocks is not None:
-        fp8_dtype, power = to.blocks.backward_dtype, to.blocks.power_2_scale
-    if up is not None and needs.A and needs.x and len(to.masks) == 1:
-        mask = to.masks[0]
-        if hands_mask_over(dy, up, mask, to.grad_weight, side):
-            assert mask is not None
-            found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = run(
-                ops.quantize_grad_and_mask,
-                dy,
-                up,
-                scaling,
-                fp8_dtype,
-                mask,
-                to.weight.shape[1],
-                side,
-                power,
-            )
-            return found
-    return *run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power), None
+    side, fp8_dtype = to.beside, to.spec.backward_dtype
+    mask = _mask_to_draw(to, dy, up, needs)
+    cols = 0 if mask is None else to.weight.shape[1]
+    found = run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power, mask, cols)
+    dy8, scale_inv, ds, dB, dropped = found
+    return dy8, scale_inv, ds, dB, None if mask is None else dropped
+
+
+def _mask_to_draw(to: Projections, dy: Tensor, up: Up | None, needs: Needs) -> Dropout | None:
+    """The mask that `quantize_grad` draws for `lora_grad_a` and `fp8_grad_input`; None where each of them draws it."""
+    if up is None or not (needs.A and needs.x) or len(to.masks) != 1:
+        return None
+    mask = to.masks[0]
+    return mask if hands_mask_over(dy, up, mask, to.grad_weight, to.beside) else None
 
 
 def grad_A(
@@ -250,16 +239,9 @@ def grad_x(
     d, a = ds if lora_A is not None else None, lora_A
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, -1)[0].contiguous(), to.parts(lora_A)[0].contiguous()
-    dx: Tensor
-    if to.blocks is not None:
-        fp8_dtype = to.blocks.backward_dtype
-        if dy8.scale_inv is None:
-            power = to.blocks.power_2_scale
-            dy8 = Scaled(*run(ops.quantize_blocks, dy8.data, fp8_dtype, power))
-        dx = run(ops.fp8_block_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype)
-    else:
-        fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
-        dx = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
+    fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
+    dy8 = quantize_in_blocks(dy8, to.spec.blocks, fp8_dtype, run)
+    dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, -1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)
         for d, a, mask in rest:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
-from lorakernels.config import BlockScaling
 from lorakernels.numerics.segments import adapters_of
 from lorakernels.ops.quantize_grad import side_by_side
 from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Weight
@@ -112,8 +111,8 @@ class Projections(NamedTuple):
 
     Attributes:
         weight: [ΣN, K], e4m3 bytes or plain.
-        scale_inv: fp32 [ΣN] or [1]; None over a plain base.
-        grad_scale_inv: fp32 [1], the largest of the scale_inv; None over a plain base.
+        scale_inv: fp32 [ΣN] or [1], or [⌈ΣN/128⌉, ⌈K/128⌉] of blocks; None over a plain base.
+        grad_scale_inv: fp32 [1], the largest of the scale_inv, or those of the blocks; None over a plain base.
         bias: [ΣN] or None.
         multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
             result that the projection packs, such as q, k and v. None if dy comes as it is.
@@ -123,10 +122,8 @@ class Projections(NamedTuple):
         factors: fp32 [2, n], ρ_i and ρ_i / m_i; None for n = 1.
         masks: one for all adapters, or one for each.
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
-        spec: scaling, and x's and dy's place in the state.
+        spec: scaling, and how x and dy are quantized.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
-        blocks: the recipe of a block-scaled base, with scale_inv and grad_scale_inv [⌈ΣN/128⌉, ⌈K/128⌉]; else None.
-            x and dy' are then quantized in front of their products.
         planned: what plans take of it; None where there are none.
         over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
@@ -145,7 +142,6 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
-    blocks: BlockScaling | None = None
     planned: PlannedProjections | None = None
     over: OverRanks | None = None
 
@@ -169,7 +165,6 @@ class Projections(NamedTuple):
             state_x=call.state_x,
             state_dy=call.state_dy,
             spec=call.spec,
-            blocks=call.spec.blocks,
             over=call.over,
         )
 
@@ -188,7 +183,13 @@ class Projections(NamedTuple):
 
     @property
     def quantized(self) -> bool:
+        """Whether x and dy have one scale each, of an FP8 state."""
         return self.state_dy is not None
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether x is multiplied in FP8, with one scale or one for each block."""
+        return self.quantized or self.spec.power_of_two is not None
 
     @property
     def side(self) -> SideBySide:

@@ -20,6 +20,9 @@ from lorakernels.values import Dropout, Scaling
 class LoRASpec:
     """What one call needs besides tensors.
 
+    A recipe becomes arguments of ops here alone: `of_state` has the scale of a whole tensor, `power_of_two` how each
+    block is scaled, and both are None over a plain base. `backward_dtype` and the `split_…` are as the recipe has them.
+
     Attributes:
         scaling: factor of B A.
         p: dropout probability, in [0, 1).
@@ -29,7 +32,7 @@ class LoRASpec:
         delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
         backward_dtype: FP8 dtype of dy.
         split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
-        blocks: the recipe of a base with a scale for each block; None over any other.
+        blocks: the recipe of a base with a scale for each block, which decides `backward_dtype`; None over any other.
         memo: where others keep what they know of this layer, each under a name of its own, such as `Known`.
     """
 
@@ -46,6 +49,15 @@ class LoRASpec:
     split_dgrad: bool = True
     blocks: BlockScaling | None = None
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            object.__setattr__(self, "backward_dtype", self.blocks.backward_dtype)
+
+    @property
+    def power_of_two(self) -> bool | None:
+        """Whether the scales of blocks are powers of two, as ops are told; None where x and dy have no blocks."""
+        return None if self.blocks is None else self.blocks.power_2_scale
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
         """A copy for an FP8 base that follows `recipe`."""

@@ -27,14 +27,7 @@ OF_LINEAR = (  # the ops that a linear layer runs
     "lora_grad_a",
     "amax_and_scale_update",
 )
-OF_BLOCK_LINEAR = (  # under BlockScaling
-    "quantize_blocks",
-    "quantize_lora_down",
-    "fp8_block_linear",
-    "quantize_grad",
-    "fp8_block_grad_input",
-    "lora_grad_a",
-)
+OF_BLOCK_LINEAR = ("quantize_blocks", *OF_LINEAR[:-1])  # under BlockScaling
 
 
 @dataclass(frozen=True)
@@ -187,6 +180,7 @@ def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
         (module.out_features, module.in_features),
         fp8,
         state is not None and state.recipe.fp8_gemm_fprop.use_split_accumulator,
+        in_blocks,
     )
     chosen = implementations("cuda" if device.type == "cuda" else "cpu", place)
     chosen = {

@@ -34,7 +34,8 @@ from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.device import capability_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.ops.hardware import why_not_wgmma_gemm
-from lorakernels.ops.quantize_grad_and_mask import drawn_bits, hands_mask_over
+from lorakernels.ops.mask_bits import drawn_bits
+from lorakernels.ops.quantize_grad import hands_mask_over
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.exchange import GATHERED, SUMMED
 from lorakernels.parallel.ranks.group import Ranks
@@ -173,7 +174,7 @@ class Split:
 
     def _in_pieces(self, to: Projections) -> bool:
         """Whether rows may be multiplied in pieces: those of csrc's FP8 kernels, with one scale for all rows."""
-        if not self.ranks.sequence or not to.quantized or to.blocks is not None or to.batched:
+        if not self.ranks.sequence or not to.quantized or to.batched:
             return False
         device = to.weight.device
         return device.type != "cuda" or not why_not_wgmma_gemm(
@@ -202,8 +203,8 @@ class Split:
         def drawn(to: Projections, rows: int) -> Projections:
             return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
 
-        if to.blocks is not None and (self.by == "row" or needs.x):  # a row's bytes are sent
-            dy8 = linear.quantize_in_blocks(dy8, to.blocks, to.blocks.backward_dtype)
+        if self.by == "row" or needs.x:  # of a row bytes are sent
+            dy8 = linear.quantize_in_blocks(dy8, to.spec.blocks, to.spec.backward_dtype)
         if self.by == "row":
             rows = dy.shape[0]
             here = drawn(self.placed(to, rows), rows * self.spread)
@@ -290,7 +291,8 @@ class Split:
         scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
         if up is None and scaling is None:
             return dy8 or Scaled(dy), None, None
-        data, scale_inv, ds, dB = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
+        found = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
+        data, scale_inv, ds, dB, _ = found
         if dy8 is None:
             dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
         if up is None:

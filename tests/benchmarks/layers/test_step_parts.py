@@ -40,7 +40,7 @@ def test_a_layer_of_this_machine_has_all_parts_but_transpositions(
 
 def test_parts_are_sums_over_the_layers(bench: Any) -> None:
     calls = [
-        call("lorakernels.quantize_grad_and_mask", 2e-6, "a", "b"),
+        call("lorakernels.quantize_grad", 2e-6, "a", "b"),
         call("lorakernels.quantize_lora_down", 1e-6, "c"),
         call("lorakernels.rms_norm_quantize", 4e-6, "d"),
         call("aten.add.Tensor", 8e-6, "e"),

@@ -140,7 +140,12 @@ WRONG: dict[str, tuple[str, str, Change, str]] = {
     ),
     "lora_grad_a: dA": ("lora_grad_a", "ours", last_scaled, "dA"),
     "quantize_grad: dy8": ("quantize_grad", "ours", first_bit, "dy8"),
-    "quantize_grad: dB": ("quantize_grad", "ours", last_scaled, "dB"),
+    "quantize_grad: dB": (
+        "quantize_grad", "ours", lambda i, found: (*found[:3], 0.97 * found[3], found[4]), "dB",
+    ),
+    "quantize_grad: mask": (
+        "quantize_grad", "ours, drawing a mask", lambda i, found: (*found[:4], found[4] ^ 1), "dropped",
+    ),
     "quantize_lora_down: x8": ("quantize_lora_down", "ours", first_bit, "x8"),
     "quantize_lora_down: s": ("quantize_lora_down", "ours", last_scaled, "s"),
     "quantize_lora_down: mask": ("quantize_lora_down", "ours", another_slot, "s"),

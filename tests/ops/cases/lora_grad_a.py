@@ -14,7 +14,6 @@ from lorakernels.numerics.segments import sum_over_rows
 from lorakernels.ops import Dropout, Scaled
 from lorakernels.ops.hardware import SEVERAL
 from tests.ops.cases.bias_dropout_add import exact_branch
-from tests.ops.cases.fp8_block_linear import scales, wide_rows
 from tests.ops.contract import (
     BF16,
     FP16,
@@ -27,6 +26,7 @@ from tests.ops.contract import (
     Contract,
     Made,
     Refusal,
+    blocks_of,
     near,
     rounded_again,
     wide,
@@ -54,7 +54,7 @@ def made(
     if fp8:
         x = Scaled(bytes_of(m.rows, k, m), torch.full((1,), 0.037, device=m.device))
     if blocks:
-        x = x._replace(scale_inv=0.037 * scales(m, -(-k // 128), m.rows))
+        x = x._replace(scale_inv=0.037 * m.scales(blocks_of(k), m.rows))
     dropout = m.dropout(p, 7 if col0 else 0, col0) if p else None
     return m.randn(m.rows, rank, dtype=dtype), x, dropout, out
 
@@ -98,7 +98,7 @@ def bound(call: Call) -> Iterator[Checked]:
     ds, x, dropout, _, *rest = call.before
     adapters = rest[0] if rest else 0
     in_blocks = x.scale_inv is not None and x.scale_inv.dim() == 2
-    xd, d = exact_branch(wide_rows(x) if in_blocks else wide(x), dropout), ds.double()
+    xd, d = exact_branch(wide(x), dropout), ds.double()
     size = sum_over_rows(d.abs(), xd.abs(), adapters)
     again = rounded_again(call, BF16)
     coarse = 0.0 if x.scale_inv is not None or x.data.dtype == ds.dtype else again

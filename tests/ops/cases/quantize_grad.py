@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""quantize_grad and quantize_grad_and_mask, of one projection and of several side by side: cases and bounds.
+"""quantize_grad, of one projection and of several side by side, with a mask and without: cases and bounds.
 
 The adapter's rows of a projection without one are NaN: they are not read.
 """
@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
 from lorakernels.numerics.segments import adapters_of, rows_times, sum_over_rows
-from lorakernels.ops import Scaling, SideBySide, Up
+from lorakernels.ops import Dropout, Scaling, SideBySide, Up
 from lorakernels.ops.hardware import SEVERAL
 from tests.ops.contract import (
     BF16,
@@ -104,8 +105,7 @@ def column_by_column(m: Made) -> Arguments:
 
 
 def with_mask(make: Any, cols: int, m: Made, p: float = 0.3, col0: int = 24) -> Arguments:
-    *of_grad, side, power = make(m)
-    return *of_grad, m.dropout(p, 5, col0), cols, side, power
+    return *make(m), m.dropout(p, 5, col0), cols
 
 
 def every_amax(m: Made, fp8: torch.dtype, power: bool, dtype: torch.dtype = BF16) -> Arguments:
@@ -123,9 +123,12 @@ def bound(call: Call) -> Iterator[Checked]:
     ds and dB: one rounding at the store, and fp32 sums of n products, which lose an eps of the sum of the magnitudes
     √n times, and 4 for the factors. cuBLAS adds parts of a sum in fp32 where PyTorch tells it to, as the contract
     test does. Numbers near the ends of fp32's range leave it in between: they are not judged.
+
+    The mask's bits are the reference's where they stand for a column.
     """
-    dy, up, before, fp8, side, power = call.before
-    dy8, scale_inv, ds, dB = call.results
+    dy, up, before, fp8, side, power, *mask = call.before
+    dy8, scale_inv, ds, dB, dropped = call.results
+    yield _of_mask(dropped, *mask)
     states = (before, call.after[2])
     if power is None:
         yield from quantized("dy8", dy, (dy8, scale_inv), states, fp8, tells=True)
@@ -144,7 +147,7 @@ def bound(call: Call) -> Iterator[Checked]:
 
 def _of_projection(call: Call, cols: slice, window: slice | None) -> Iterator[Checked]:
     dy, (lora_B, s, factor) = call.before[:2]
-    _, _, ds, dB = call.results
+    _, _, ds, dB, _ = call.results
     if window is None:
         if s is not None:
             yield same("dB", dB[cols], torch.zeros_like(dB[cols]))
@@ -163,15 +166,12 @@ def _of_projection(call: Call, cols: slice, window: slice | None) -> Iterator[Ch
         yield near("dB", dB[..., cols, :], exact, summed, terms, more)
 
 
-def bound_and_mask(call: Call) -> Iterator[Checked]:
-    """As without a mask; the mask's bits are the reference's where they stand for a column."""
-    *of_grad, dropout, cols, side, power = call.before
-    *results, dropped = call.results
-    before, after = (*of_grad, side, power), (*call.after[: len(of_grad)], side, power)
-    yield from bound(call._replace(before=before, after=after, results=tuple(results)))
+def _of_mask(dropped: Tensor, dropout: Dropout | None = None, cols: int = 0) -> Checked:
+    if dropout is None:
+        return same("dropped", dropped, dropped.new_empty(0))
     keep = dropout_keep(dropout, len(dropped), cols)
     columns = dropped_bits(torch.zeros_like(keep))
-    yield same("dropped", dropped & columns, dropped_bits(keep))
+    return same("dropped", dropped & columns, dropped_bits(keep))
 
 
 # Every rank that is padded or not, rows and columns on both sides of a tile (128), of a strip (512; 256 for rank 128)
@@ -248,6 +248,41 @@ SMALL = {
     "fp16, fp32 B, eval": Case(partial(made, 24, 3, dtype=FP16, b=FP32, fp8=E4M3, kind="eval")),
     "side by side": Case(partial(made, (128, -128, 8), 3, kind="unset")),
 }  # fmt: skip
+MASKED = {
+    **{f"mask, {k}": case._replace(make=partial(with_mask, case.make, 72)) for k, case in SMALL.items()},
+    "mask, blocks": Case(partial(with_mask, partial(made, 272, 3, power=True), 72)),
+    "mask, base only": Case(partial(with_mask, partial(made, 24, 0), 72), why_not="rank 0"),
+    "mask, rank": Case(partial(with_mask, partial(made, 24, 65), 72), why_not="rank 65"),
+    "mask, N % 8": Case(partial(with_mask, partial(made, 23, 3), 72), why_not="N = 23"),
+    "mask, p": Case(partial(with_mask, partial(made, 24, 3), 72, p=1e-6), why_not="no mask of p"),
+    "mask, col0": Case(partial(with_mask, partial(made, 24, 3), 72, col0=4), why_not="at col0 = 4"),
+    "mask, several": Case(partial(with_mask, partial(several, 3, 24, 5), 72), 48, why_not=SEVERAL),
+}  # fmt: skip
+MASKS: dict[str, Case] = {
+    f"mask, {m}x{n} r{r} {dtype} p{p:g}, {cols}": Case(
+        partial(with_mask, partial(made, n, r, dtype=dtype, b=dtype), cols, p=p), m
+    )
+    for m, n, cols, r in (
+        (1, 8, 16, 1),
+        (300, 384, 656, 16),  # few rows a block; words that end inside of a warp's 32
+        (77, 8192, 128, 33),  # wide strips
+        (2100, 520, 8200, 17),  # more to draw than to read: all warps end up drawing
+        (4100, 8200, 8200, 64),  # so many pairs a block that those that multiply make dy8
+        (4000, 264, 4096, 64),  # where only some draw
+    )
+    for dtype, p in ((BF16, 0.1), (FP16, 0x7C00 / 65536), (BF16, 2**-16), (FP16, 0.9))
+}  # fmt: skip
+MASKS |= {
+    f"mask, {m}x{n} r{r} blocks": Case(partial(with_mask, partial(made, n, r, fp8=E4M3, power=False), 4096), m)
+    for m, n, r in ((300, 384, 16), (4100, 8208, 64), (2100, 4096, 33), (4096, 4096, 16))
+}  # fmt: skip
+MASKS |= {
+    f"mask, {m}x{n} r{r} unset": Case(partial(with_mask, partial(made, n, r, kind="unset"), 4096), m)
+    for m, n, r in ((300, 384, 16), (4100, 8200, 64))
+}  # fmt: skip
+MASKS["mask, 3000 rows side by side"] = Case(
+    partial(with_mask, partial(made, (256, -128, 128), 16), 1024), 3000
+)
 MASK = {"dropout": Made("cpu", 5).dropout(), "cols": 8}
 SLOT = MASK["dropout"]._replace(slot=torch.ones(2))
 CONTRACTS = (
@@ -271,47 +306,15 @@ CONTRACTS = (
             "narrow projections": Case(partial(made, (4, -1, 5), 3, dtype=FP16), why_not="N = 10"),
             "unaligned projections": Case(partial(made, (100, 20, 24), 16), why_not="multiples of 128"),
             "five projections": Case(partial(made, (128, 128, -128, 256, 128), 16), why_not="5 projections"),
+            **MASKED,
         },
         bound,
-        {**ONE, **SIDES, **FILLED, **IN_BLOCKS},
+        {**ONE, **SIDES, **FILLED, **IN_BLOCKS, **MASKS},
         VALID,
-        {**REFUSALS, "two recipes": Refusal({"power_of_two": True}, ValueError, "scaling must be None beside power")},
-    ),
-    Contract(
-        ops.quantize_grad_and_mask,
         {
-            **{k: case._replace(make=partial(with_mask, case.make, 72)) for k, case in SMALL.items()},
-            "blocks": Case(partial(with_mask, partial(made, 272, 3, power=True), 72)),
-            "rank": Case(partial(with_mask, partial(made, 24, 65), 72), why_not="rank 65"),
-            "N % 8": Case(partial(with_mask, partial(made, 23, 3), 72), why_not="N = 23"),
-            "p": Case(partial(with_mask, partial(made, 24, 3), 72, p=1e-6), why_not="no mask of p"),
-            "col0": Case(partial(with_mask, partial(made, 24, 3), 72, col0=4), why_not="at col0 = 4"),
+            **REFUSALS,
+            "slot": Refusal(MASK | {"dropout": SLOT}, ValueError, r"slot must be int64 \[2\]"),
+            "two recipes": Refusal({"power_of_two": True}, ValueError, "scaling must be None beside power"),
         },
-        bound_and_mask,
-        {
-            f"{m}x{n} r{r} {dtype} p{p:g}, {cols}": Case(
-                partial(with_mask, partial(made, n, r, dtype=dtype, b=dtype), cols, p=p), m
-            )
-            for m, n, cols, r in (
-                (1, 8, 16, 1),
-                (300, 384, 656, 16),  # few rows a block; words that end inside of a warp's 32
-                (77, 8192, 128, 33),  # wide strips
-                (2100, 520, 8200, 17),  # more to draw than to read: all warps end up drawing
-                (4100, 8200, 8200, 64),  # so many pairs a block that those that multiply make dy8
-                (4000, 264, 4096, 64),  # where only some draw
-            )
-            for dtype, p in ((BF16, 0.1), (FP16, 0x7C00 / 65536), (BF16, 2**-16), (FP16, 0.9))
-        }
-        | {
-            f"{m}x{n} r{r} blocks": Case(partial(with_mask, partial(made, n, r, fp8=E4M3, power=False), 4096), m)
-            for m, n, r in ((300, 384, 16), (4100, 8208, 64), (2100, 4096, 33), (4096, 4096, 16))
-        }
-        | {
-            f"{m}x{n} r{r} unset": Case(partial(with_mask, partial(made, n, r, kind="unset"), 4096), m)
-            for m, n, r in ((300, 384, 16), (4100, 8200, 64))
-        }
-        | {"3000 rows side by side": Case(partial(with_mask, partial(made, (256, -128, 128), 16), 1024), 3000)},
-        {**VALID, **MASK},
-        {**REFUSALS, "slot": Refusal({"dropout": SLOT}, ValueError, r"slot must be int64 \[2\]")},
     ),
 )  # fmt: skip
