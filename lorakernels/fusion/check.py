@@ -16,9 +16,9 @@ from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_split
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import projection
+from lorakernels.modules.marks import is_held, is_loaded_part, refuse_split
 from lorakernels.modules.model.trained_parts import keeps_weight
 from lorakernels.numerics.blocks import BLOCK
 

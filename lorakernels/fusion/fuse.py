@@ -20,9 +20,9 @@ from lorakernels.fusion.layer import original_class
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
-from lorakernels.modules.linear.holder import refuse_rows_over_ranks
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import adapted, frozen_layers, share_state
+from lorakernels.modules.marks import refuse_rows_over_ranks
 from lorakernels.modules.model.report_text import folded, lines_of
 from lorakernels.modules.model.undo import all_or_nothing
 from lorakernels.recorded.routing import counted

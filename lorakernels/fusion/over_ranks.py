@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lorakernels.modules.marks import became
+
 
 class Over(Protocol):
     """What a layer asks of `FusedGroup.over` where ranks hold it together (parallel/tensor/fused.py).
@@ -54,7 +56,7 @@ class Context(Protocol):
 
 def together_of(layers: Iterable[Any]) -> Callable[[], AbstractContextManager[None]]:
     """For `GraphOptions.together`: of the ranks that hold fused layers, or their rows, together."""
-    parts = [p for layer in layers if (p := vars(layer).get("_fused")) is not None]
+    parts = [p for layer in layers if (p := became(layer).fused) is not None]
     found: list[Context | Over] = [
         *dict.fromkeys(r for p in parts[:1] for r in (p.context, p.over) if r is not None)
     ]

@@ -17,26 +17,25 @@ from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
-from lorakernels.fusion.layer import FusedDecoderLayer, fused_class, original_class
+from lorakernels.fusion.layer import FusedDecoderLayer, fused_class, original_class, parts_of
 from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import bring, refuse_held
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import (
     forget_projections,
     is_inside_projection,
     keep_projection,
 )
+from lorakernels.modules.marks import became, bring, mark, refuse_held
 from lorakernels.modules.model.angles import angles_by_document
 from lorakernels.modules.model.columns import join_state
 from lorakernels.modules.model.trained_parts import hand_over_originals
 from lorakernels.modules.model.undo import Before, all_or_nothing
 
 _NONE = (None, None)
-_CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,11 @@ def changed(model: nn.Module) -> Changed:
     Raises:
         ValueError: `fuse` was not given this model, but a module above or inside it, or none.
     """
-    found = model.__dict__.get(_CHANGED)
+    found = became(model).before_fuse
     if found is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is not fused: pass the model that fuse() was given"
         )
-    assert isinstance(found, Changed)
     return found
 
 
@@ -107,7 +105,7 @@ def rewire(
             fuse_norm(norm, adds_one)
         _no_cache(model, found)
         found.angles += angles_by_document(model)
-        model.__dict__[_CHANGED] = found
+        mark(model, before_fuse=found)
     return parts, frozen
 
 
@@ -117,14 +115,15 @@ def unwire(model: nn.Module) -> list[str]:
     for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
         refuse_held(linear, "unfuse")
     for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
-        if layer.__dict__["_fused"].over is not None:
+        if parts_of(layer).over is not None:
             raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in found.use_cache]):
         weights = [kept.weight() for kept in found.kept]
         for layer in [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]:
-            parts: Parts = layer.__dict__.pop("_fused")
+            parts = parts_of(layer)
             plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
+            mark(plain, fused=None)
             plain.__class__ = original_class(layer)
             for group in parts.groups:
                 group.separate()
@@ -141,7 +140,7 @@ def unwire(model: nn.Module) -> list[str]:
             hook.remove()
         for config, value in found.use_cache:
             config.use_cache = value
-        del model.__dict__[_CHANGED]
+        mark(model, before_fuse=None)
     return stale
 
 
@@ -152,8 +151,7 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
     memory of them.
     """
     modules = {id(m) for each in gone for m in each.modules()}
-    found: Changed | None = model.__dict__.get(_CHANGED)
-    if found is not None:
+    if (found := became(model).before_fuse) is not None:
         found.kept = [kept for kept in found.kept if id(kept.layer) not in modules]
         found.norms = [norm for norm in found.norms if id(norm) not in modules]
         found.columns = {
@@ -161,8 +159,7 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
         }
     for module in (m for each in gone for m in each.modules()):
         if isinstance(module, FusedDecoderLayer):
-            parts: Parts = module.__dict__["_fused"]
-            for group in parts.groups:
+            for group in parts_of(module).groups:
                 group.__setstate__(group.__getstate__())  # as a copy that has joined nothing yet
         module._parameters.clear()
         module._buffers.clear()
@@ -264,7 +261,7 @@ def _join(layer: nn.Module, parts: Parts, found: Changed, before: Before) -> Non
         found.columns[group] = _take_columns(group)
         bring(group.first)
         before.patiently(group.join)
-    layer.__dict__["_fused"] = parts
+    mark(layer, fused=parts)
     layer.__class__ = fused_class(type(layer))
 
 

@@ -10,9 +10,9 @@ from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.rewire import unwire
 from lorakernels.modules.experts.layer import restack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import refuse_held, refuse_split
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import became, refuse_held, refuse_split
 from lorakernels.modules.model.pretrained import describe_tying, plain_dtype, release_saving
 from lorakernels.modules.model.trainable import remove_counts
 from lorakernels.modules.model.trained_parts import forget_originals, swap_originals
@@ -96,7 +96,7 @@ def _check(model: nn.Module, layers: dict[str, FrozenFP8Linear]) -> None:
             f"model has no LoRALinear and no FrozenFP8Linear: {type(model).__name__} is plain already"
         )
     fused = [n for n, m in model.named_modules() if isinstance(m, FusedDecoderLayer)]
-    if fused and "_lorakernels_before_fuse" not in vars(model):
+    if fused and became(model).before_fuse is None:
         raise ValueError(f"{fused[0]} is fused: pass the model that fuse() was given")
     for name, layer in layers.items():
         if name.rpartition(".")[2] == "base_layer":

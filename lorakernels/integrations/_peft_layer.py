@@ -29,11 +29,11 @@ from lorakernels.autograd import (
 from lorakernels.config import Recipe
 from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
-from lorakernels.modules.linear.holder import refuse_rows_over_ranks
 from lorakernels.modules.linear.lora import delta_of
 from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.linear.planned import planned_call
 from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.marks import became, refuse_rows_over_ranks
 from lorakernels.modules.model.convert import to_frozen
 from lorakernels.modules.model.frozen_targets import HOOKS
 from lorakernels.modules.model.targets import has_forward_of_its_own
@@ -266,7 +266,7 @@ class LoraKernelsLinear(PeftLinear):
             ValueError: the layer is in a fused one, which cannot run without it. Also if a merged adapter is more than
                 B A.
         """
-        if "fused_projection" in vars(self):
+        if became(self).fused_projection is not None:
             raise ValueError(
                 "a fused layer's adapters cannot be unloaded: call unfuse(model) first"
             )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
 from lorakernels.config import Recipe
-from lorakernels.modules.linear.holder import is_held
+from lorakernels.modules.marks import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.parallel.base import stores
 from lorakernels.parallel.ranks import comm

@@ -9,6 +9,7 @@ from torch import nn
 
 from lorakernels.modules.group.layer import LoRALinearGroup, check_members
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import became
 
 
 def group_projections(
@@ -56,7 +57,7 @@ def group_projections(
 
 def _refuse_fused(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        if "_fused" in vars(module):
+        if became(module).fused:
             raise ValueError(f"{path} is fused, and groups its projections by itself")
 
 

@@ -33,9 +33,9 @@ from lorakernels.autograd import (
 )
 from lorakernels.device import in_backward
 from lorakernels.modules.linear.frozen import is_sharded
-from lorakernels.modules.linear.holder import refuse_split
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import is_active
+from lorakernels.modules.marks import refuse_split
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Scaled, Weight

@@ -21,9 +21,9 @@ from lorakernels.autograd.linear.node import in_bytes
 from lorakernels.autograd.linear.plan import way_of
 from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.linear.holder import refuse_held
 from lorakernels.modules.linear.initial import Initial
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import refuse_held
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.dropout import masked
 from lorakernels.recorded.routing import WATCHED

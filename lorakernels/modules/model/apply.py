@@ -13,11 +13,11 @@ from torch import nn
 from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.experts.layer import match_experts, unstack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import refuse_held, refuse_rows_over_ranks
 from lorakernels.modules.linear.initial import check_initial
 from lorakernels.modules.linear.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.weights import check_plain
+from lorakernels.modules.marks import refuse_held, refuse_rows_over_ranks
 from lorakernels.modules.model.columns import join_state, joining
 from lorakernels.modules.model.convert import check_block_size, check_fp8_linear, to_frozen, to_lora
 from lorakernels.modules.model.frozen_targets import frozen_targets

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_loaded_part
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import is_loaded_part
 from lorakernels.parallel.ranks.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]
@@ -126,8 +125,7 @@ def stored(linear: FrozenFP8Linear) -> Tensor:
 def join_groups(layer: nn.Module) -> None:
     """Let a fused layer's matrices follow their weights, which were moved and are there now."""
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        for group in parts.groups:
+        for group in parts_of(layer).groups:
             group.join()
 
 

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from lorakernels.device import in_backward
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import hold, is_split
+from lorakernels.modules.marks import SplitModule, mark
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.base.layers import (
     check_layers,
@@ -121,7 +121,7 @@ class ShardedBase:
             ]
             # those that keep their memory, too: a layer that refuses in its middle would be half moved or loaded
             for linear in frozen_linears(layer).values():
-                hold(linear, held)
+                mark(linear, weight_holder=held)
                 self._handles.append(linear.register_load_state_dict_pre_hook(refuse_loading))
             for linear in self._in_stores(index):
                 self._handles += [
@@ -171,7 +171,7 @@ class ShardedBase:
             for store, memory in zip(self.stores, rooms[index], strict=True):
                 self._place(index, store, memory, lambda *_: None)
             for linear in frozen_linears(layer).values():
-                hold(linear, None)
+                mark(linear, weight_holder=None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -342,7 +342,7 @@ def shard_base(
 
 def _part_of(model: nn.Module) -> str:
     """Which part of split layers this rank has."""
-    found = (vars(m)["ranks"] for m in model.modules() if is_split(m))
+    found = (m.ranks for m in model.modules() if isinstance(m, SplitModule))
     ranks = next(found, None)
     return "none" if ranks is None else f"{ranks.rank} of {ranks.size}"
 

@@ -8,15 +8,13 @@ from typing import Any
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule, became
 from lorakernels.parallel.base.layers import decoder_layers, managed_by_graphs
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
-
-OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -40,12 +38,12 @@ def objection(layer: nn.Module) -> str:
     if spec.cap_of(layer) is not None:
         return "has capped scores, which attention over ranks does not have"
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
+        parts = parts_of(layer)
         if parts.context is not None:
             return "runs over ranks already"
         if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
             return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
-    elif OF_MODULE in vars(layer.get_submodule(spec.attention)):
+    elif became(layer.get_submodule(spec.attention)).context_attention is not None:
         return "runs over ranks already"
     return ""
 
@@ -86,8 +84,7 @@ def refuse_masks(model: nn.Module, group: Any) -> None:
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:
     """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
-    split = getattr(module, "ranks", None)
-    if isinstance(split, Ranks) and split.group is group:
+    if isinstance(module, SplitModule) and module.ranks.group is group:
         return "is split over these ranks already: tensor parallelism needs a dimension of its own"
     if isinstance(module, nn.Dropout) and module.p:
         return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"

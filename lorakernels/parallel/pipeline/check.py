@@ -10,18 +10,16 @@ import torch
 from torch import nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.frozen import is_sharded
-from lorakernels.modules.linear.holder import is_held, is_split
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule, is_held
 from lorakernels.parallel.base.layers import GRAPHS, decoder_layers, managed_by_graphs
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import checksum
-from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
@@ -102,10 +100,8 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
         yield (
             "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
         )
-    if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        if parts.offload is not None:
-            yield "keeps activations in host memory: fuse without offload_activations"
+    if isinstance(layer, FusedDecoderLayer) and parts_of(layer).offload is not None:
+        yield "keeps activations in host memory: fuse without offload_activations"
     if any(p.is_meta for p in layer.parameters()):
         yield "is on the meta device: give the model its weights first"
     if any(is_sharded(p) for p in layer.parameters()):
@@ -120,7 +116,7 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 def _objection(module: nn.Module) -> str:
     if is_held(module):
         return "is in a sharded or offloaded base, which a pipeline does not have yet"
-    if is_split(module) or isinstance(module, (VocabularyEmbedding, VocabularyHead)):
+    if isinstance(module, SplitModule):
         return "is split by parallelize, which a pipeline does not have yet"
     if isinstance(module, nn.Dropout) and module.p:
         return (
@@ -181,7 +177,7 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
 def slots_of(layer: nn.Module) -> int:
     """How many dropout slots a forward of the layer draws in training."""
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
+        parts = parts_of(layer)
         groups = ([bool(m.lora_dropout) for m in group.adapted] for group in parts.groups)
         shared = [group.shared_dropout for group in parts.groups]
         return sum(

@@ -12,13 +12,13 @@ from torch import nn
 
 from lorakernels.autograd.attention.choose import FP8
 from lorakernels.fusion.families import KNOWN, LayerSpec, family_of, spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_rows_over_ranks
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.mergeable import MergeableLinear
+from lorakernels.modules.marks import is_held, is_loaded_part, refuse_rows_over_ranks
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.modules.model.trained_parts import keeps_weight, kept_parameters
 from lorakernels.parallel.ranks.agree import checksum, generators, scales
@@ -102,12 +102,6 @@ def _decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
         elif family_of(type(module)):
             yield path, module
-
-
-def parts_of(layer: FusedDecoderLayer) -> Parts:
-    """How a fused layer runs."""
-    parts: Parts = vars(layer)["_fused"]
-    return parts
 
 
 def _objection_to_fused(parts: Parts) -> str:

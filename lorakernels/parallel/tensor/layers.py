@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, AdapterNumbers, is_compiling
+from lorakernels.autograd.lent import mark_part
 from lorakernels.autograd.linear.node import in_bytes
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule
 from lorakernels.modules.model.trained_parts import change_originals
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import BLOCK
@@ -27,24 +29,20 @@ from lorakernels.parallel.ranks.scales import SharedScales, shared
 from lorakernels.parallel.tensor.node import ColumnNode, PartCall, RowNode
 from lorakernels.values import Weight
 
-OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
 OWN_ROWS = "own_rows"  # attribute of a stand-in for a whole x (rows.py)
 
 
-class Part:
+class Part(SplitModule):
     """What a rank's part adds to a FrozenFP8Linear or a LoRALinear.
 
     Attributes:
-        ranks: who holds the other parts.
         scales: the FP8 scales that they share; None over a plain base.
         flat: whether x and y are [M, 1, …], their rows in one dimension, where they are split by rows.
     """
 
-    ranks: Ranks
     scales: SharedScales | None
     flat: bool
     node: Any  # the autograd node
-    dimensions: ClassVar[Mapping[str, int]]  # {parameter: the dimension in which it is cut}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N], as the whole layer. One side is this rank's part of the features (column: y; row: x).
@@ -61,6 +59,10 @@ class Part:
             raise RuntimeError(f"{what} cannot be compiled yet: run it eagerly")
         found: Tensor = super().forward(self._rows(x))  # type: ignore[misc]
         return found
+
+    def run_over(self, ranks: Ranks, flat: bool) -> None:
+        """From now on, the part runs with those of `ranks`."""
+        self.ranks, self.flat = ranks, flat
 
     def _rows(self, x: Tensor) -> Tensor:
         """x as its rows are split: with `flat`, a rank's own or all rows in one dimension."""
@@ -208,10 +210,12 @@ def cut(
     if read is not None:
         layer.weight_scale_inv = read.scale_inv
     for parameter in layer.parameters(recurse=False):
-        vars(parameter)[OF_PART] = True
+        mark_part(parameter)
     layer.out_features, layer.in_features = layer.stored.shape
     layer.__class__ = kind  # type: ignore[assignment]
-    layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)
+    part: Any = layer
+    part.run_over(ranks, flat)
+    part.scales = scales
     layer.column = layer.column  # a new handle
 
 
