@@ -44,7 +44,7 @@ ROOMS = {
         ("compiled", "decoder", "loss"),
     ),
     "checkpoints": (("base",), ("adapters",), ("loading",), ("export",)),
-    "modules": (("marks",), ("linear",), ("experts", "group"), ("model",), ("batch",)),
+    "modules": (("marks",), ("linear",), ("order",), ("experts", "group"), ("model",), ("batch",)),
     "parallel": (("ranks",), ("base", "tensor"), ("context",), ("pipeline",), ("optimizer",)),
     "train": tuple((room,) for room in TRAIN.split()),
 }

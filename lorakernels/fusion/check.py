@@ -13,13 +13,13 @@ from lorakernels.config import BlockScaling, Recipe
 from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.families import KNOWN, family_of, spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import projection
-from lorakernels.modules.marks import is_held, is_loaded_part, refuse_split
+from lorakernels.modules.marks import is_held
 from lorakernels.modules.model.trained_parts import keeps_weight
+from lorakernels.modules.order import refuse_module
 from lorakernels.numerics.blocks import BLOCK
 
 
@@ -105,15 +105,11 @@ def _check_structure(path: str, layer: nn.Module) -> None:
                 f"found {sorted(children)}"
             )
     for name, _, module in projections(layer):
-        if not is_loaded_part(module):
-            what = "fusing it afterwards (call fuse before parallelize)"
-            refuse_split(f"{path}.{name}", module, what)
+        refuse_module(f"{path}.{name}", module, "fuse")
         if not (_is_plain(module) or isinstance(module, FrozenFP8Linear)):
             raise TypeError(
                 f"{path}.{name} is a {type(module).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"
             )
-        if isinstance(module, GroupedLoRALinear):
-            raise ValueError(f"{path}.{name} is in {module.group}: fuse groups by itself")
 
 
 def _check_classes(path: str, layer: nn.Module) -> None:
@@ -176,8 +172,6 @@ def _check_projections(
                 raise ValueError(
                     f"{path}.{name} follows {module.recipe}, the model's adapters {recipe}"
                 )
-            if isinstance(module, LoRALinear) and module.merged:
-                raise ValueError(f"{path}.{name} is merged: call unmerge_lora first")
     for names in spec_of(layer).groups:
         group = {f"{path}.{name}": projection(layer.get_submodule(name)) for name in names}
         if len(group) > 1:

@@ -29,7 +29,7 @@ from lorakernels.modules.linear.projections import (
     is_inside_projection,
     keep_projection,
 )
-from lorakernels.modules.marks import became, bring, mark, refuse_held
+from lorakernels.modules.marks import became, bring, mark
 from lorakernels.modules.model.angles import angles_by_document
 from lorakernels.modules.model.columns import join_state
 from lorakernels.modules.model.trained_parts import hand_over_originals
@@ -112,11 +112,6 @@ def rewire(
 def unwire(model: nn.Module) -> list[str]:
     """Undo `rewire`. Returns the paths of kept nn.Linears that stay out, as their weights are no longer the model's."""
     found = changed(model)
-    for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
-        refuse_held(linear, "unfuse")
-    for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
-        if parts_of(layer).over is not None:
-            raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in found.use_cache]):
         weights = [kept.weight() for kept in found.kept]

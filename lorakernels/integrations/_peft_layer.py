@@ -33,10 +33,11 @@ from lorakernels.modules.linear.lora import delta_of
 from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.linear.planned import planned_call
 from lorakernels.modules.linear.spec import FrozenSpec
-from lorakernels.modules.marks import became, refuse_rows_over_ranks
+from lorakernels.modules.marks import became
 from lorakernels.modules.model.convert import to_frozen
 from lorakernels.modules.model.frozen_targets import HOOKS
 from lorakernels.modules.model.targets import has_forward_of_its_own
+from lorakernels.modules.order import refuse
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
@@ -203,7 +204,7 @@ class LoraKernelsLinear(PeftLinear):
         return mergeable(self.base_layer)
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
-        refuse_rows_over_ranks(self.base_layer, "add adapters")
+        refuse(self.base_layer, "apply_lora", ())
         if isinstance(self.base_layer, FrozenFP8Linear):
             _check_keeps_base(config)
             if config.init_lora_weights not in _INIT_WITHOUT_BASE:

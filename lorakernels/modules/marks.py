@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lorakernels.autograd.linear.projections import OverRanks
     from lorakernels.fusion.parts import Parts
     from lorakernels.fusion.rewire import Changed
+    from lorakernels.modules.group.layer import LoRALinearGroup
     from lorakernels.modules.model.trained_parts import Originals
     from lorakernels.parallel.context.attention import ContextAttention
     from lorakernels.parallel.context.share import ContextParallel
@@ -55,6 +56,7 @@ class Became:
         context_parallel: of a model whose rows are shared.
         pipeline_cut: which modules of a model other ranks have.
         pipeline_parallel: how its stages run.
+        group: what a linear shares its quantized input with.
         originals: values of parameters from before training.
         saved: whether the module is one of `modules_to_save`.
         original_base: the linear that a PEFT layer had before its base became FP8.
@@ -73,6 +75,7 @@ class Became:
     context_parallel: ContextParallel | None = None
     pipeline_cut: Cut | None = None
     pipeline_parallel: PipelineParallel | None = None
+    group: LoRALinearGroup | None = None
     originals: Originals | None = None
     saved: bool = False
     original_base: nn.Module | None = None
@@ -145,19 +148,3 @@ def refuse_move(linear: Any, fn: Callable[[Tensor], Tensor]) -> None:
 def is_loaded_part(linear: nn.Module) -> bool:
     """Whether `linear` is a part that was read by itself, and `parallelize` has not seen it yet."""
     return became(linear).loaded_part is not None
-
-
-def refuse_split(path: str, linear: nn.Module, what: str) -> None:
-    """ValueError if `linear` is a rank's part, with which `what` is not there yet."""
-    if isinstance(linear, SplitModule):
-        raise ValueError(f"{path} is split over tensor-parallel ranks: {what} is not there yet")
-
-
-def refuse_rows_over_ranks(model: nn.Module, what: str) -> None:
-    """ValueError if the rows of `model` are over ranks, which know its layers as they were: `what` comes before."""
-    for path, module in model.named_modules():
-        if became(module).rows_over_ranks:
-            raise ValueError(
-                f"{path or type(module).__name__}: the model's rows are over ranks since context_parallel, so it is "
-                f"too late to {what}: call ContextParallel.close, do it, and call context_parallel again"
-            )

@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[Model, dict[str, str] | None, str]] = {
         "model.layers.0.mlp.gate_proj has out_features 97, which must be a multiple of the 2 ranks",
     ),
     "offloaded activations": (offloading, None, "model.layers.0 is fused with offload_activations"),
-    "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is a GroupedLoRALinear"),
+    "grouped": (grouped, None, "model.layers.0.self_attn.q_proj is in a group of projections"),
     "merged": (merged, None, "model.layers.0.self_attn.q_proj is merged"),
     "several adapters": (
         several,

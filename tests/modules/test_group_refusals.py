@@ -96,7 +96,9 @@ def test_several_adapters_in_one_batch_are_refused():
     for member in members:
         member.lora_dropout = 0.0
     batch_adapters(nn.ModuleList(members), ["a", "b"])
-    with pytest.raises(ValueError, match="'first' has several adapters, which a group does not"):
+    with pytest.raises(
+        ValueError, match="first has several adapters in one batch: a group does not compute them"
+    ):
         LoRALinearGroup(members)
     assert not any(isinstance(member, GroupedLoRALinear) for member in members)
 
@@ -139,5 +141,5 @@ def test_layers_without_adapters_are_left_alone_and_the_report_says_what_is_shar
     assert rows["0.k_proj"].shares_x == ("0.q_proj", "0.v_proj") and not rows["1.k_proj"].shares_x
     assert "0.k_proj: lora 32→16" in report.details()
     assert "x shared by k_proj, q_proj, v_proj" in str(report)
-    with pytest.raises(ValueError, match="in a group already"):
+    with pytest.raises(ValueError, match="is in a group of projections: a layer has one group"):
         group_projections(m, [NAMES])

@@ -9,7 +9,7 @@ from torch import nn
 
 from lorakernels.modules.group.layer import LoRALinearGroup, check_members
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.marks import became
+from lorakernels.modules.order import refuse
 
 
 def group_projections(
@@ -29,10 +29,10 @@ def group_projections(
         The new groups, in module order.
 
     Raises:
-        ValueError: a layer is fused, a sequence of names is found nowhere, or a module has LoRALinears for only some
-            of the names. Or members do not fit together. Nothing is changed then.
+        ValueError: a layer is fused, the model was cut into stages, a sequence of names is found nowhere, or a module
+            has LoRALinears for only some of the names. Or members do not fit together. Nothing is changed then.
     """
-    _refuse_fused(model)
+    refuse(model, "group_projections", ())
     found: list[tuple[LoRALinear, ...]] = []
     for names in groups:
         if isinstance(names, str):
@@ -53,12 +53,6 @@ def group_projections(
     for members in found:
         check_members(members, shared_dropout)
     return [LoRALinearGroup(members, shared_dropout=shared_dropout) for members in found]
-
-
-def _refuse_fused(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if became(module).fused:
-            raise ValueError(f"{path} is fused, and groups its projections by itself")
 
 
 def _members_of(path: str, parent: nn.Module, names: Sequence[str]) -> tuple[LoRALinear, ...]:

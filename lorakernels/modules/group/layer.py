@@ -35,7 +35,8 @@ from lorakernels.device import in_backward
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import is_active
-from lorakernels.modules.marks import refuse_split
+from lorakernels.modules.marks import became, mark
+from lorakernels.modules.order import refuse_module
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Scaled, Weight
@@ -98,7 +99,7 @@ class LoRALinearGroup:
         check_members(self.members, shared_dropout)
         for member in self.members:
             member.__class__ = GroupedLoRALinear
-            member.__dict__["group"] = self
+            mark(member, group=self)
             member.column_x = self.members[0].column
 
     @property
@@ -284,7 +285,11 @@ class LoRALinearGroup:
 class GroupedLoRALinear(LoRALinear):
     """A LoRALinear that shares the quantization of its input with the other members of its `group`."""
 
-    group: LoRALinearGroup
+    @property
+    def group(self) -> LoRALinearGroup:
+        group = became(self).group
+        assert group is not None
+        return group
 
     def forward(self, x: Tensor) -> Tensor:
         """As LoRALinear's."""
@@ -325,15 +330,9 @@ def check_members(members: Sequence[LoRALinear], shared_dropout: bool) -> None:
     for member in members:
         if not isinstance(member, LoRALinear):
             raise TypeError(f"a member must be a LoRALinear, found {type(member).__name__}")
-        if isinstance(member, GroupedLoRALinear):
-            raise ValueError(f"{member.name!r} is in a group already: {member.group}")
-        refuse_split(repr(member.name), member, "a group of such layers")
+        refuse_module(member.name, member, "group_projections")
         if member.config.use_dora:
             raise ValueError(f"{member.name!r} has use_dora=True, which a group does not compute")
-        if member.lora_A.dim() != 2:
-            raise ValueError(
-                f"{member.name!r} has several adapters, which a group does not compute"
-            )
     names = [member.name for member in members]
     if len({id(member) for member in members}) < max(len(members), 2):
         raise ValueError(f"a group needs two or more different members, found {names}")

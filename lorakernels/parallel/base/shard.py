@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from lorakernels.device import in_backward
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.marks import SplitModule, mark
+from lorakernels.modules.order import refuse
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.base.layers import (
     check_layers,
@@ -293,9 +294,9 @@ def shard_base(
         The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
 
     Raises:
-        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows, a weight cannot
-            be sharded, neither embedding nor head can, the host has too little memory, or the ranks' models differ. The
-            message names it.
+        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows or was cut into
+            stages, a weight cannot be sharded or is so already, neither embedding nor head can, the host has too little
+            memory, or the ranks' models differ. The message names it.
         RuntimeError: transport "peer", and a rank cannot read the others' memory.
         OSError: the system did not pin memory of the host.
 
@@ -411,6 +412,7 @@ def _layout(
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
     fraction = check_offload(offload, place)
+    refuse(model, "shard_base", ())
     layers = decoder_layers(model)
     check_layers(layers)
     return lay_out_base(layers, lambda _, layer: shapes_of(layer), place.ranks, fraction)

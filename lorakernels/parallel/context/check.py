@@ -10,8 +10,9 @@ from torch import nn
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.marks import SplitModule, became
-from lorakernels.parallel.base.layers import decoder_layers, managed_by_graphs
+from lorakernels.modules.marks import SplitModule
+from lorakernels.modules.order import refuse
+from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
@@ -27,11 +28,6 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 def objection(layer: nn.Module) -> str:
     """Why a decoder layer's attention cannot begin to run over ranks; "" if it can."""
-    if managed_by_graphs(layer):
-        return (
-            "is managed by attach or lorakernels.graphs, whose replays would have attention of whole rows: call "
-            "context_parallel first"
-        )
     spec = spec_of(layer)
     if spec.window_of(layer) is not None:
         return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
@@ -39,12 +35,8 @@ def objection(layer: nn.Module) -> str:
         return "has capped scores, which attention over ranks does not have"
     if isinstance(layer, FusedDecoderLayer):
         parts = parts_of(layer)
-        if parts.context is not None:
-            return "runs over ranks already"
         if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
             return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
-    elif became(layer.get_submodule(spec.attention)).context_attention is not None:
-        return "runs over ranks already"
     return ""
 
 
@@ -65,6 +57,7 @@ def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"
             )
+        refuse(model, "context_parallel")
         layers = decoder_layers(model)
         for path, layer in layers.items():
             if why := objection(layer):

@@ -14,9 +14,8 @@ from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.group.layer import GroupedLoRALinear
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.marks import SplitModule, is_held
-from lorakernels.parallel.base.layers import GRAPHS, decoder_layers, managed_by_graphs
-from lorakernels.parallel.context.share import ContextParallel
+from lorakernels.modules.order import GRAPHS, managed_by_graphs, refuse
+from lorakernels.parallel.base.layers import decoder_layers
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import checksum
@@ -67,10 +66,7 @@ def check(model: nn.Module, places: Places) -> None:
     Raises:
         ValueError: the message names the module and why.
     """
-    if ContextParallel.of(model) is not None:
-        raise ValueError(
-            "the model's rows are shared by context_parallel: call pipeline_parallel first, then context_parallel"
-        )
+    refuse(model, "pipeline_parallel")
     embedding = getattr(model.get_submodule(places.embedding), "weight", None)
     for path in places.layers:
         layer = model.get_submodule(path)
@@ -96,10 +92,8 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     dtype = dtype_of(layer)
     if embedding is not None and dtype != embedding.dtype:
         yield f"has norms of {dtype} behind an embedding of {embedding.dtype}: they must be equal"
-    if managed_by_graphs(layer) or "forward" in vars(layer):
-        yield (
-            "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
-        )
+    if "forward" in vars(layer):
+        yield "has a forward of its own, set on the instance, which stages do not take: remove it"
     if isinstance(layer, FusedDecoderLayer) and parts_of(layer).offload is not None:
         yield "keeps activations in host memory: fuse without offload_activations"
     if any(p.is_meta for p in layer.parameters()):
@@ -114,16 +108,10 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 
 def _objection(module: nn.Module) -> str:
-    if is_held(module):
-        return "is in a sharded or offloaded base, which a pipeline does not have yet"
-    if isinstance(module, SplitModule):
-        return "is split by parallelize, which a pipeline does not have yet"
     if isinstance(module, nn.Dropout) and module.p:
         return (
             f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
         )
-    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
-        return "has several adapters in one batch, whose rows microbatches would cut apart"
     if isinstance(module, LoRALinear) and module.lora_dropout:
         if not isinstance(module.rng_state, PhiloxState):
             return (

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lorakernels.autograd.loss import CHUNK
 from lorakernels.modules.marks import became, mark
 from lorakernels.modules.model.angles import angles_by_document
+from lorakernels.modules.order import refuse
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline import cut as pipeline_cut
 from lorakernels.parallel.pipeline.check import (
@@ -384,8 +385,7 @@ def pipeline_parallel(
     loaded = Cut.of(model)
     with comm.together(ranks.group):
         check_numbers(microbatches, chunks, ranks.size)
-        if PipelineParallel.of(model) is not None:
-            raise ValueError("the model was cut into stages already")
+        refuse(model, "pipeline_parallel", ())
         cut = _cut_of(model, ranks, chunks)
         check(model, cut.places)
         with cut.structure():
