@@ -58,6 +58,7 @@ from benchmarks.lib.timing import synchronize
 from benchmarks.peers.models import ADAPTED, ALPHA, RANK, SPECS, Spec, sizes, token_rows
 from benchmarks.peers.training import IGNORE, Ours, set_adapters
 from lorakernels import LoRAConfig, linear_cross_entropy
+from lorakernels.fusion.layer import parts_of
 from lorakernels.parallel import context_parallel
 from lorakernels.planner.machine import MACHINES
 from lorakernels.planner.memory import Placement
@@ -161,7 +162,7 @@ class Rows(Ours):
     @property
     def backends(self) -> str:
         """What attends, where rows are over ranks."""
-        first = self.model.model.layers[0].__dict__["_fused"]
+        first = parts_of(self.model.model.layers[0])
         return "" if self.context is None else ", ".join({*first.context.chosen.values()})
 
 

@@ -12,14 +12,21 @@ Attributes = dict[nn.Module, dict[str, Any]]
 
 
 def plain_attributes(module: nn.Module) -> Attributes:
-    """The attributes that a graph relies on, of `module` and its submodules: plain values, tensors, random states."""
+    """The attributes that a graph relies on, of `module` and its submodules.
+
+    They are plain values, tensors, random states, and objects whose class says `is_watched`.
+    """
     return {m: {k: v for k, v in vars(m).items() if _is_watched(v)} for m in module.modules()}
 
 
 def _is_watched(value: object) -> bool:
-    return (
-        type(value) in PLAIN_TYPES or isinstance(value, Tensor) or hasattr(type(value), "advance")
-    )
+    is_state = isinstance(value, Tensor) or hasattr(type(value), "advance")
+    return says_itself(value) or is_state
+
+
+def says_itself(value: object) -> bool:
+    """Whether `value` is plain, or of a class that says `is_watched`: then its repr says what it is."""
+    return type(value) in PLAIN_TYPES or getattr(type(value), "is_watched", False)
 
 
 def is_unchanged(before: object, now: object) -> bool:

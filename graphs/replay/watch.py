@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compare.attributes import PLAIN_TYPES, Attributes, is_unchanged
+from ..compare.attributes import Attributes, is_unchanged, says_itself
 from ..compare.signature import extension
 from ..interface.errors import ReplayError
 
@@ -175,6 +175,4 @@ def _change(
 def _short(value: object) -> str:
     if isinstance(value, Tensor):
         return f"the tensor at {value.data_ptr():#x}"
-    return (
-        repr(value) if type(value) in PLAIN_TYPES else f"a {type(value).__name__} at {id(value):#x}"
-    )
+    return repr(value) if says_itself(value) else f"a {type(value).__name__} at {id(value):#x}"

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are lent: where they lie in parts on several ranks, they are whole only while somebody uses them.
+"""Marks on parameters: which are lent, and which are of a layer that ranks hold in parts.
 
-The parameter has the weight's shape and dtype, and NaN in the place of values. Its lender makes the whole weight. That
-memory is freed as soon as nobody refers to it. So who reads a weight by itself, beside its module, asks for `whole`.
+A weight is lent where it lies in parts on several ranks, and is whole only while somebody uses it. The parameter has
+the weight's shape and dtype, and NaN in the place of values. Its lender makes the whole weight. That memory is freed as
+soon as nobody refers to it. So who reads a weight by itself, beside its module, asks for `whole`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-_LENDER = "lorakernels_lender"  # plain attribute of the parameter
+_LENDER = "lorakernels_lender"
+_OF_PART = "of_a_part"  # a plain bool, which `torch.load` takes with weights_only
 
 
 def lend(weight: Tensor, lender: Callable[[], Tensor] | None) -> None:
@@ -26,3 +28,12 @@ def whole(weight: Tensor) -> Tensor:
     """`weight`, or what its lender makes of it. The lender may be a collective."""
     lender: Callable[[], Tensor] | None = getattr(weight, _LENDER, None)
     return weight if lender is None else lender()
+
+
+def mark_part(parameter: Tensor) -> None:
+    """Say that `parameter` is of a split layer, also if all ranks hold it whole."""
+    setattr(parameter, _OF_PART, True)
+
+
+def is_of_part(parameter: Tensor) -> bool:
+    return _OF_PART in vars(parameter)

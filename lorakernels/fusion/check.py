@@ -14,9 +14,10 @@ from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.describe import LayerDescription
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_split
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import is_held
 from lorakernels.modules.model.trained_parts import keeps_weight
+from lorakernels.modules.order import refuse_module
 from lorakernels.numerics.blocks import BLOCK
 
 
@@ -52,9 +53,7 @@ def check_layers(
 
 def _check_linears(layer: LayerDescription) -> None:
     for p in layer.projections:
-        if not is_loaded_part(p.linear):
-            what = "fusing it afterwards (call fuse before parallelize)"
-            refuse_split(p.full_path, p.linear, what)
+        refuse_module(p.full_path, p.linear, "fuse")
         if not (p.is_plain or isinstance(p.linear, FrozenFP8Linear)):
             raise TypeError(
                 f"{p.full_path} is a {type(p.linear).__name__}, expected nn.Linear, LoRALinear or FrozenFP8Linear"
@@ -128,8 +127,6 @@ def _check_frozen(path: str, module: FrozenFP8Linear, recipe: Recipe | None) -> 
         raise ValueError(f"{path} has use_dora=True, which a fused layer does not compute")
     if module.recipe != recipe:
         raise ValueError(f"{path} follows {module.recipe}, the model's adapters {recipe}")
-    if isinstance(module, LoRALinear) and module.merged:
-        raise ValueError(f"{path} is merged: call unmerge_lora first")
 
 
 def _check_group(

@@ -20,11 +20,11 @@ from lorakernels.fusion.find import decoder_layers
 from lorakernels.fusion.memory import AWAY, OFFLOADED, SAVE, LayerSize, fit, kept_bytes
 from lorakernels.fusion.parts import Parts
 from lorakernels.fusion.rewire import Options, changed, rewire, unwire
-from lorakernels.modules.linear.holder import refuse_rows_over_ranks
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import adapted, frozen_layers, share_state
 from lorakernels.modules.model.report_text import folded, lines_of
 from lorakernels.modules.model.undo import all_or_nothing
+from lorakernels.modules.order import refuse
 from lorakernels.recorded.routing import counted
 
 
@@ -198,7 +198,7 @@ def fuse(
 
     Raises:
         ValueError, TypeError: there is no decoder layer, or one cannot be fused. The message names the layer and why.
-            Or `context_parallel` was called on the model. It has to come after `fuse`.
+            Or `context_parallel` or `pipeline_parallel` was called on the model. Both have to come after `fuse`.
         RuntimeError: the memory of the FP8 state is pinned by a graph.
 
     No exception leaves a change behind, not even a later one, for example when the device is full.
@@ -214,7 +214,7 @@ def fuse(
                 f'save="{save.removesuffix(AWAY)}"'
             )
     attention_backends.check(attention)
-    refuse_rows_over_ranks(model, "fuse")
+    refuse(model, "fuse", ())
     if memory_budget is not None and tokens is None:
         raise ValueError(
             f"memory_budget = {memory_budget} needs tokens, the tokens of a microbatch"
@@ -261,9 +261,10 @@ def unfuse(model: nn.Module) -> None:
     history of x, and its history of dy starts empty. An exception leaves the model fused.
 
     Raises:
-        ValueError: `model` is not fused, or `context_parallel` was called on it since.
+        ValueError: `model` is not fused, or `context_parallel` or `pipeline_parallel` was called on it since.
+        RuntimeError: `parallelize` or `shard_base` was.
     """
-    refuse_rows_over_ranks(model, "unfuse")
+    refuse(model, "unfuse")
     stale = unwire(model)
     if stale:
         warnings.warn(

@@ -19,9 +19,9 @@ from lorakernels.autograd.linear.values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import JoinedRows
 from lorakernels.fusion.prepared import Derived, Prepared, Variant, state_of_call
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import bring, over_of_loaded_part
 from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
 from lorakernels.modules.linear.projections import is_active
+from lorakernels.modules.marks import became, bring
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.quantize_lora_down import MAX_RANK
 from lorakernels.values import Dropout
@@ -47,9 +47,7 @@ class FusedGroup:
         self.shared_dropout = shared_dropout
         self.results = results
         self.rows = tuple(member.out_features for member in self.members)
-        self.over: OverRanks | None = over_of_loaded_part(
-            self.first
-        )  # ranks that share the members
+        self.over: OverRanks | None = became(self.first).loaded_part  # ranks that share the members
         self.forget()
 
     def forget(self) -> None:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from lorakernels.fusion.prepared import Derived
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import is_held
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import is_active
+from lorakernels.modules.marks import is_held
 
 
 class JoinedRows:

@@ -57,14 +57,14 @@ class FusedDecoderLayer(nn.Module):
     When `torch.compile` traces a model around it, the layer is a graph break and runs as it is.
     """
 
-    _fused: Parts
+    lorakernels: Any  # its record (modules/marks.py): an attribute is read faster than by a call
 
     def renew_derived(self) -> list[Tensor]:  # graphs/replay/derived.py
-        return [x for group in self._fused.groups for x in group.renew()]
+        return [x for group in parts_of(self).groups for x in group.renew()]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raise RuntimeError. The layer's kernels are fused already, and GraphManager saves the host their launches."""
-        parts = self._fused
+        parts = parts_of(self)
         path = parts.qkv.first.name.rpartition(f".{parts.spec.qkv[0]}")[0]
         raise RuntimeError(
             f"{path or type(self).__name__} is fused and cannot be compiled: replay it with "
@@ -91,12 +91,13 @@ class FusedDecoderLayer(nn.Module):
         A `cu_seq_lens_q` of a GPU with a document longer than `max_length_q` is a device assertion
         (autograd/attention/longest_document.py).
         """
+        parts: Parts = self.lorakernels.fused
         if past_key_values is not None or kwargs.get("past_key_value") is not None:
             if self.training and torch.is_grad_enabled():
                 raise RuntimeError(
                     "a fused layer trains without a key-value cache: set model.config.use_cache = False"
                 )
-            if self._fused.flat:
+            if parts.flat:
                 raise RuntimeError(
                     "a key-value cache needs whole rows: call parallelize with sequence_parallel=False"
                 )
@@ -110,7 +111,6 @@ class FusedDecoderLayer(nn.Module):
                 **kwargs,
             )
             return out
-        parts = self._fused
         hidden_states = _widened(parts, hidden_states)
         check_call(self, parts, hidden_states, attention_mask, kwargs)
         if parts.over is not None:
@@ -126,6 +126,12 @@ class FusedDecoderLayer(nn.Module):
         if parts.save == "checkpoint":
             return _checkpointed(parts, attended, hidden_states, call)
         return _run(parts, attended, hidden_states, call)
+
+
+def parts_of(layer: FusedDecoderLayer) -> Parts:
+    """How it runs."""
+    parts: Parts = layer.lorakernels.fused
+    return parts
 
 
 def _widened(parts: Parts, h: Tensor) -> Tensor:

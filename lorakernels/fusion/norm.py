@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.decoder.rms_norm import rms_norm
 from lorakernels.fusion.families.spec import epsilon, scale
-
-_ADDS_ONE = "_lorakernels_adds_one"  # plain attribute of the norm
+from lorakernels.modules.marks import became, mark
 
 
 class FusedRMSNorm(nn.Module):
@@ -27,7 +26,7 @@ class FusedRMSNorm(nn.Module):
         if hidden_states.dtype != norm.weight.dtype or not torch.is_grad_enabled():
             normed: Tensor = super().forward(hidden_states)
             return normed
-        return rms_norm(hidden_states, scale(norm, norm.__dict__[_ADDS_ONE]), epsilon(norm))
+        return rms_norm(hidden_states, scale(norm, became(norm).adds_one), epsilon(norm))
 
 
 _classes: dict[type, type] = {}
@@ -38,13 +37,13 @@ def fuse_norm(norm: nn.Module, adds_one: bool) -> None:
 
     `adds_one`: whether the norm multiplies by 1 + its weight.
     """
-    norm.__dict__[_ADDS_ONE] = adds_one
+    mark(norm, adds_one=adds_one)
     norm.__class__ = _fused_class(type(norm))
 
 
 def unfuse_norm(norm: nn.Module) -> None:
     norm.__class__ = _original(norm)
-    del norm.__dict__[_ADDS_ONE]
+    mark(norm, adds_one=False)
 
 
 def _fused_class(kind: type[nn.Module]) -> type[nn.Module]:

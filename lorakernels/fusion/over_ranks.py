@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from lorakernels.modules.marks import became
+
 
 class Over(Protocol):
     """`FusedGroup.over` of a layer whose weights are split over ranks (parallel/tensor/projections.py).
@@ -54,7 +56,7 @@ class Context(Protocol):
 
 def together_of(layers: Iterable[Any]) -> Callable[[], AbstractContextManager[None]]:
     """`GraphOptions.together` of the ranks that share the fused layers among `layers`, or their rows."""
-    parts = [p for layer in layers if (p := vars(layer).get("_fused")) is not None]
+    parts = [p for layer in layers if (p := became(layer).fused) is not None]
     shared: list[Context | Over] = [
         *dict.fromkeys(r for p in parts[:1] for r in (p.context, p.over) if r is not None)
     ]

@@ -16,25 +16,23 @@ from lorakernels.fusion.describe import LayerDescription
 from lorakernels.fusion.families.spec import epsilon
 from lorakernels.fusion.group import FusedGroup
 from lorakernels.fusion.kept_linears import KeptLinear
-from lorakernels.fusion.layer import FusedDecoderLayer, fused_class, original_class
+from lorakernels.fusion.layer import FusedDecoderLayer, fused_class, original_class, parts_of
 from lorakernels.fusion.memory import AWAY
 from lorakernels.fusion.norm import fuse_norm, unfuse_norm
 from lorakernels.fusion.offload import ActivationOffload
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import bring, refuse_held
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import (
     forget_projections,
     is_inside_projection,
     keep_projection,
 )
+from lorakernels.modules.marks import became, bring, mark
 from lorakernels.modules.model.angles import angles_by_document
 from lorakernels.modules.model.columns import join_state
 from lorakernels.modules.model.trained_parts import hand_over_originals
 from lorakernels.modules.model.undo import Before, all_or_nothing
-
-_CHANGED = "_lorakernels_before_fuse"  # plain attribute of the model
 
 
 @dataclass(frozen=True)
@@ -64,12 +62,11 @@ def changed(model: nn.Module) -> Changed:
     Raises:
         ValueError: `fuse` was not given this model, but a module above or inside it, or none.
     """
-    record = model.__dict__.get(_CHANGED)
+    record = became(model).before_fuse
     if record is None or not any(isinstance(m, FusedDecoderLayer) for m in model.modules()):
         raise ValueError(
             f"{type(model).__name__} is not fused: pass the model that fuse() was given"
         )
-    assert isinstance(record, Changed)
     return record
 
 
@@ -101,24 +98,20 @@ def rewire(
             fuse_norm(norm, adds_one)
         _no_cache(model, record)
         record.angles += angles_by_document(model)
-        model.__dict__[_CHANGED] = record
+        mark(model, before_fuse=record)
     return parts
 
 
 def unwire(model: nn.Module) -> list[str]:
     """Undo `rewire`. Returns the paths of kept nn.Linears that are dropped, since the model has other weights now."""
     record = changed(model)
-    for linear in (m for m in model.modules() if isinstance(m, FrozenFP8Linear)):
-        refuse_held(linear, "unfuse")
-    for layer in (m for m in model.modules() if isinstance(m, FusedDecoderLayer)):
-        if layer.__dict__["_fused"].over is not None:
-            raise RuntimeError("unfuse: ranks hold the fused layers together since parallelize")
     stale: list[str] = []
     with all_or_nothing(model, [config for config, _ in record.use_cache]):
         weights = [kept.weight() for kept in record.kept]
         for layer in [m for m in model.modules() if isinstance(m, FusedDecoderLayer)]:
-            parts: Parts = layer.__dict__.pop("_fused")
+            parts = parts_of(layer)
             plain: nn.Module = layer  # its class is not FusedDecoderLayer any more
+            mark(plain, fused=None)
             plain.__class__ = original_class(layer)
             for group in parts.groups:
                 group.separate()
@@ -135,7 +128,7 @@ def unwire(model: nn.Module) -> list[str]:
             hook.remove()
         for config, value in record.use_cache:
             config.use_cache = value
-        del model.__dict__[_CHANGED]
+        mark(model, before_fuse=None)
     return stale
 
 
@@ -146,8 +139,7 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
     their memory.
     """
     modules = {id(m) for layer in gone for m in layer.modules()}
-    record: Changed | None = model.__dict__.get(_CHANGED)
-    if record is not None:
+    if (record := became(model).before_fuse) is not None:
         record.kept = [kept for kept in record.kept if id(kept.norm) not in modules]
         record.norms = [norm for norm in record.norms if id(norm) not in modules]
         record.columns = {
@@ -155,8 +147,7 @@ def let_go(model: nn.Module, gone: Sequence[nn.Module]) -> None:
         }
     for module in (m for layer in gone for m in layer.modules()):
         if isinstance(module, FusedDecoderLayer):
-            parts: Parts = module.__dict__["_fused"]
-            for group in parts.groups:
+            for group in parts_of(module).groups:
                 group.forget()
         module._parameters.clear()
         module._buffers.clear()
@@ -243,7 +234,7 @@ def _join(layer: nn.Module, parts: Parts, record: Changed, before: Before) -> No
         record.columns[group] = _take_columns(group)
         bring(group.first)
         before.patiently(group.join)
-    layer.__dict__["_fused"] = parts
+    mark(layer, fused=parts)
     layer.__class__ = fused_class(type(layer))
 
 

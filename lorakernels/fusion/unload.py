@@ -10,12 +10,13 @@ from lorakernels.fusion.layer import FusedDecoderLayer
 from lorakernels.fusion.rewire import unwire
 from lorakernels.modules.experts.layer import restack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import refuse_held, refuse_split
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import became
 from lorakernels.modules.model.pretrained import describe_tying, plain_dtype, release_saving
 from lorakernels.modules.model.trainable import remove_counts
 from lorakernels.modules.model.trained_parts import forget_originals, swap_originals
+from lorakernels.modules.order import refuse
 
 
 def unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
@@ -63,6 +64,7 @@ def merge_and_unload(model: nn.Module, *, dtype: torch.dtype | None = None) -> n
 def _unload(model: nn.Module, dtype: torch.dtype | None, merge: bool) -> nn.Module:
     layers = {n: m for n, m in model.named_modules() if isinstance(m, FrozenFP8Linear)}
     _check(model, layers)
+    refuse(model, "merge_and_unload" if merge else "unload", layers)
     if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
         raise TypeError(f"dtype must be one of a plain weight, such as bfloat16, found {dtype}")
     swapped = [] if merge else swap_originals(model, show=True)
@@ -96,17 +98,13 @@ def _check(model: nn.Module, layers: dict[str, FrozenFP8Linear]) -> None:
             f"model has no LoRALinear and no FrozenFP8Linear: {type(model).__name__} is plain already"
         )
     fused = [n for n, m in model.named_modules() if isinstance(m, FusedDecoderLayer)]
-    if fused and "_lorakernels_before_fuse" not in vars(model):
+    if fused and became(model).before_fuse is None:
         raise ValueError(f"{fused[0]} is fused: pass the model that fuse() was given")
     for name, layer in layers.items():
         if name.rpartition(".")[2] == "base_layer":
             raise ValueError(f"{name} is the base of a PEFT layer: call the PeftModel's own method")
-        if getattr(layer, "disable_adapters", False):
-            raise ValueError("the adapter is disabled: leave disable_lora first")
         if any(is_sharded(p) for p in layer.parameters(recurse=False)):
             raise RuntimeError(f"{name or 'model'}: cannot unload sharded parameters")
-        refuse_held(layer, "unload")
-        refuse_split(name or "model", layer, "unloading")
 
 
 def _plain_linear(name: str, layer: FrozenFP8Linear, dtype: torch.dtype, merge: bool) -> nn.Linear:

@@ -15,6 +15,8 @@ from peft.tuners.lora.layer import LoraLayer
 from peft.tuners.lora.model import LoraModel
 from torch import nn
 
+from lorakernels.modules.marks import became
+
 _enable_hooks = LoraModel._enable_peft_forward_hooks
 
 
@@ -27,7 +29,7 @@ def _enabled_hooks(model: Any, *args: Any, **kwargs: Any) -> AbstractContextMana
     if kwargs.get("adapter_names") is None:
         return _enable_hooks(model, *args, **kwargs)
     for name, module in model.model.named_modules():
-        if isinstance(module, LoraLayer) and "fused_projection" in vars(module):
+        if isinstance(module, LoraLayer) and became(module).fused_projection:
             raise ValueError(
                 f"adapter_names: {name} is in a fused layer, which runs one adapter for all sequences: call "
                 "unfuse(model) first"

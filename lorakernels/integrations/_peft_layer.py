@@ -29,13 +29,14 @@ from lorakernels.config import Recipe
 from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.linear.calls import call
-from lorakernels.modules.linear.holder import refuse_rows_over_ranks
 from lorakernels.modules.linear.lora import delta_of
 from lorakernels.modules.linear.mergeable import MergeableLinear, mergeable
 from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.marks import became
 from lorakernels.modules.model.convert import to_frozen
 from lorakernels.modules.model.frozen_targets import HOOKS
 from lorakernels.modules.model.targets import has_forward_of_its_own
+from lorakernels.modules.order import refuse
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 
@@ -196,7 +197,7 @@ class LoraKernelsLinear(PeftLinear):
         return mergeable(self.base_layer)
 
     def update_layer(self, adapter_name: str, *args: Any, config: Any, **kwargs: Any) -> None:
-        refuse_rows_over_ranks(self.base_layer, "add adapters")
+        refuse(self.base_layer, "apply_lora", ())
         if isinstance(self.base_layer, FrozenFP8Linear):
             _check_keeps_base(config)
             if config.init_lora_weights not in _INIT_WITHOUT_BASE:
@@ -259,7 +260,7 @@ class LoraKernelsLinear(PeftLinear):
             ValueError: the layer is in a fused one, which cannot run without it. Also if a merged adapter is more than
                 B A.
         """
-        if "fused_projection" in vars(self):
+        if became(self).fused_projection is not None:
             raise ValueError(
                 "a fused layer's adapters cannot be unloaded: call unfuse(model) first"
             )

@@ -33,10 +33,9 @@ from lorakernels.integrations._peft_layer import (
 )
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.weights import check_plain
+from lorakernels.modules.marks import became, mark
 from lorakernels.modules.model.peft_mixtures import RENAMED
 from lorakernels.modules.model.targets import is_fp8_linear, match_targets, quantized_with
-
-_ORIGINAL = "_lorakernels_original_base"
 
 
 @dataclass(frozen=True)
@@ -170,7 +169,7 @@ def patch(
     for name, layer in ready.items():
         original = layer.base_layer
         layer.use_fp8_base(FrozenSpec(fp8, state, name))
-        layer.__dict__[_ORIGINAL] = original if restorable else None
+        mark(layer, original_base=original if restorable else None)
     return report(model)
 
 
@@ -186,16 +185,18 @@ def restore(model: nn.Module) -> PeftReport:
         if isinstance(layer, LoraKernelsLinear)
     }
     for name, layer in layers.items():
-        if layer.is_fp8 and layer.__dict__.get(_ORIGINAL) is None:
+        if layer.is_fp8 and became(layer).original_base is None:
             raise ValueError(f"{name}: its original weight was not kept, it cannot be restored")
-        if "fused_projection" in vars(layer):
+        if became(layer).fused_projection is not None:
             raise ValueError(f"{name} is in a fused layer: call unfuse(model) before restore")
     for layer in layers.values():
         if layer.is_fp8:
             if layer.merged:
                 layer.unmerge()
-            original = layer.__dict__.pop(_ORIGINAL)
+            original = became(layer).original_base
+            assert original is not None
             layer.base_layer = original.to(layer.base_layer.weight.device)
+            mark(layer, original_base=None)
         layer.stop()
         layer.__class__ = PeftLinear
     return report(model)

@@ -29,7 +29,7 @@ from lorakernels.graphs import GraphManager, GraphOptions, Hook
 from lorakernels.loops import parts
 from lorakernels.loops.layer_graphs import LayerGraphs
 from lorakernels.modules.linear.projections import frozen_layers, share_state
-from lorakernels.parallel import PipelineParallel
+from lorakernels.modules.order import refuse
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 
 IN_EVAL = (
@@ -377,11 +377,7 @@ def _check(
             raise ValueError(
                 f"{type(model).__name__} is attached already: give all its optimizers in one call, or detach() first"
             )
-    if PipelineParallel.of(model) is not None:
-        raise ValueError(
-            "the model was cut into stages by pipeline_parallel, which draws for each microbatch itself: call "
-            "reduce_and_update of its FP8State and advance of its PhiloxState after the optimizer's step"
-        )
+    refuse(model, "attach")
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     for optimizer in optimizers:
         parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}

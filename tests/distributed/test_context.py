@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "split": "is split over these ranks already",
         "PEFT": "found PeftModel around it: give its get_base_model()",
         "mesh": "ValueError: mesh must have one dimension",
-        "twice": "ValueError: model.layers.0 runs over ranks already",
+        "twice": "has its rows over ranks since context_parallel",
         "labels": "ValueError: labels: the model sees this rank's tokens alone",
         "positions": "ValueError: position_ids must be given",
         "mask": "ValueError: attention_mask must be None over ranks",
@@ -329,7 +329,8 @@ def test_what_changes_layers_comes_before_rows_are_over_ranks() -> None:
     for found in on_ranks(too_late, 2, "gloo"):
         for name, (said, same, closed) in found.items():
             verb = " ".join(name.split()[: 2 if "add" in name else 1])
-            assert f"over ranks since context_parallel, so it is too late to {verb}: call" in said
+            assert "has its rows over ranks since context_parallel" in said
+            assert f"it is too late to {verb}: call ContextParallel.close" in said
             assert same and closed == "nothing", (name, closed)
 
 

@@ -84,7 +84,7 @@ def test_replays_of_two_lengths_have_the_masks_of_their_own() -> None:
     """Each length once eagerly: the others are replayed."""
     for same, replayed, said in on_ranks(two_lengths, 2, "gloo"):
         assert same == [True] * len(LENGTHS) and replayed == len(LENGTHS) - 2
-        assert "expected rows_over_ranks=True, found no rows_over_ranks" in said
+        assert "expected lorakernels=<context_attention: ContextAttention>, found no" in said
 
 
 def captured_before(rank: int, device: torch.device) -> tuple[str, float, float]:

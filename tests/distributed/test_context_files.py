@@ -110,7 +110,9 @@ def test_a_load_that_fails_on_one_rank_fails_on_all_that_share_rows(tmp_path: Pa
                 assert ("rank 1: " in said) == (rank == 0), (rank, case, said)
         assert found["right"] == ("", False)
         said, unchanged = found["plain"]
-        assert "load before context_parallel" in said and unchanged, said
+        assert "it is too late to add adapters: call ContextParallel.close" in said and unchanged, (
+            said
+        )
         assert found["plain, closed"][0] == ""
         assert rank or "is not a directory" in found["closed"][0]
 

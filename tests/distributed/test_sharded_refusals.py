@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, FrozenFP8Linear, fuse, merge_lora, unfuse, unload
 from lorakernels.fusion import rewire
-from lorakernels.modules.linear.holder import is_held
+from lorakernels.modules.marks import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.parallel.base.offload import HostShards
 from lorakernels.parallel.ranks import comm
@@ -213,7 +213,7 @@ def fused_later(rank: int, mesh: Any) -> bool:
         loss.backward()
         losses.append([loss.detach(), *(p.grad for p in one.parameters() if p.requires_grad)])
     slots = {p.untyped_storage().data_ptr() for p in [base.slots.memory]}
-    joined = model.model.layers[1]._fused.qkv.call()[0].weight
+    joined = model.model.layers[1].lorakernels.fused.qkv.call()[0].weight
     in_slot = joined.untyped_storage().data_ptr() in slots
     return in_slot and all(map(torch.equal, *losses))
 

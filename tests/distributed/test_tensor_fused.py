@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels.autograd.linear import linear
+from lorakernels.modules.marks import became
 from lorakernels.numerics.dropout import drawn_mask, dropped_bits
 from lorakernels.ops import checks
 from lorakernels.parallel import parallelize
@@ -111,7 +112,7 @@ def worker(rank: int, device: torch.device, world: int) -> list[str]:
             dim = int(parts[name].shape[0] == weight.shape[0])
             if not weight.chunk(world, dim)[rank].equal(parts[name]):
                 wrong.append(f"W8 of {name}, {sequence}")
-        groups = [g for m in model.modules() if (f := vars(m).get("_fused")) for g in f.groups]
+        groups = [g for m in model.modules() if (f := became(m).fused) for g in f.groups]
         ways = {way for group in groups for way in group.eager_ways({})}
         wrong += [] if ways == {OVER_RANKS} else [f"ways {ways}"]
     return wrong

@@ -330,7 +330,7 @@ def test_what_is_derived_stays_where_a_captured_graph_reads_it() -> None:
     for one in (model, twin):
         fuse(one)
         run(one, x)
-    groups = layer_of(model)._fused.groups
+    groups = layer_of(model).lorakernels.fused.groups
 
     def derived() -> list[Tensor]:
         found = [t for g in groups for t in g.joined.derived if t is not None]
@@ -347,7 +347,7 @@ def test_what_is_derived_stays_where_a_captured_graph_reads_it() -> None:
             model.eval()(x)
         model.train()
         assert {id(t) for t in before} <= {id(t) for t in derived()}
-    for group in layer_of(twin)._fused.groups:
+    for group in layer_of(twin).lorakernels.fused.groups:
         group.forget()  # what it would derive for the first time
     found, expected = run(model, x), run(twin, x)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -85,7 +85,7 @@ def test_attention_is_told_of_the_longest_sequence(monkeypatch: pytest.MonkeyPat
     twin(x, max_length_q=12, **packed)
     twin(x, **packed)
     assert told == [12, 12, 24, 24]
-    assert len(twin.model.layers[0]._fused.chosen) == 2
+    assert len(twin.model.layers[0].lorakernels.fused.chosen) == 2
 
 
 def test_a_layer_remembers_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,14 +96,14 @@ def test_a_layer_remembers_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         x = tokens(1, length)
         found, expected = (model(x, use_cache=False).logits for model in (twin, plain))
         torch.testing.assert_close(found, expected, rtol=FP32, atol=FP32)
-        assert 1 <= len(twin.model.layers[0]._fused.chosen) <= 3
+        assert 1 <= len(twin.model.layers[0].lorakernels.fused.chosen) <= 3
 
 
 def test_shapes_of_graphs_are_forgotten_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once no more graphs are built, a shape whose graph exists would get another backend, or be refused."""
     monkeypatch.setattr(parts, "MOST_CHOSEN", 3)
     twin, _ = fused_copy(adapted())
-    layer = twin.model.layers[0]._fused
+    layer = twin.model.layers[0].lorakernels.fused
     for key, name in enumerate(("cudnn_graph", "packed", "packed", "flash")):
         layer.choose((key,), name)
     assert layer.chosen == {(0,): "cudnn_graph", (3,): "flash"}
@@ -149,7 +149,10 @@ def test_packed_rows_get_another_backend_where_no_more_graphs_are_built(
     assert run_with(4) == run_with(8) == ["cudnn_graph"] * layers
     assert run_with(16) == ["torch"] * layers
     assert run_with(8) == ["cudnn_graph"] * layers
-    assert sorted(twin.model.layers[0]._fused.chosen.values()) == ["cudnn_graph", "torch"]
+    assert sorted(twin.model.layers[0].lorakernels.fused.chosen.values()) == [
+        "cudnn_graph",
+        "torch",
+    ]
 
 
 def test_attention_is_chosen_anew_for_deterministic_algorithms() -> None:
@@ -162,7 +165,7 @@ def test_attention_is_chosen_anew_for_deterministic_algorithms() -> None:
         twin(x, use_cache=False)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(twin.model.layers[0]._fused.chosen) == 2
+    assert len(twin.model.layers[0].lorakernels.fused.chosen) == 2
 
 
 @pytest.mark.parametrize("family", PACKINGS)

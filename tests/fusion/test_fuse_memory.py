@@ -9,6 +9,7 @@ from torch import nn
 
 from lorakernels import BlockScaling, DelayedScaling, FuseReport, fuse
 from lorakernels.fusion.memory import SAVE
+from lorakernels.modules.marks import became
 from tests.fusion.fused_models import (
     ATTENTION,
     E4M3_GATE_UP,
@@ -27,7 +28,7 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
     held = [*model.parameters(), *model.buffers()]
     known = {p.untyped_storage().data_ptr() for p in held}
     for module in model.modules():
-        parts = vars(module).get("_fused")
+        parts = became(module).fused
         for group in () if parts is None else parts.groups:
             known |= {a.untyped_storage().data_ptr() for a in group.joined.lora_A.values()}
     found: dict[int, int] = {}

@@ -275,7 +275,7 @@ def test_memory_that_moved_is_joined_again(family: str, how: str) -> None:
     assert torch.equal(found["logits"], expected["logits"])
     attention = twin.model.layers[0].self_attn
     names = named(("q_proj", "k_proj", "v_proj"), family)
-    group = twin.model.layers[0]._fused.qkv
+    group = twin.model.layers[0].lorakernels.fused.qkv
     assert list(group.members) == [attention.get_submodule(name) for name in names]
     assert group.call()[0].weight.shape == (64, 32)
     if family == "Llama":

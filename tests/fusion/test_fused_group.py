@@ -71,7 +71,7 @@ def test_scales_written_in_place_are_renewed_where_graphs_read_them(recipe: obje
     widths = {"hidden_size": 256, "intermediate_size": 256}  # heads of 64, in pairs a block
     model = adapted(targets=LINEARS, fp8=recipe, model=widths)
     fuse(model)
-    for group in model.model.layers[0]._fused.groups:
+    for group in model.model.layers[0].lorakernels.fused.groups:
         before = group.join()
         at = [None if t is None else t.data_ptr() for t in before]
         scale = before.scale_inv.clone()
@@ -86,7 +86,7 @@ def test_a_group_keeps_few_lengths_of_rows_and_one_tensor_for_all() -> None:
     """Ranks that share rows give adapters other chunks for each length. Captured graphs read what is on the device."""
     model = adapted(targets=LINEARS, fp8=DelayedScaling(), lora_dropout=0.1)
     fuse(model)
-    group, factors = model.model.layers[0]._fused.qkv, set()
+    group, factors = model.model.layers[0].lorakernels.fused.qkv, set()
     for size in [*range(1, 3 * MOST_VARIANTS), 1]:
         for member in group.members:
             member.chunks = RowChunks(0, 1, size)
@@ -102,7 +102,7 @@ def test_a_zero_weight_leaves_fp16_gradients_of_the_others_in_range(zero: str) -
     model = adapted(targets=LINEARS, fp8=DelayedScaling(), dtype=torch.float16)
     scale_weights(model, {zero: 0.0})
     fuse(model)
-    parts = model.model.layers[0]._fused
+    parts = model.model.layers[0].lorakernels.fused
     group = parts.qkv if zero == "k_proj" else parts.gate_up
     derived = group.join()
     members = [name.rpartition(".")[2] for name in (m.name for m in group.members)]
@@ -121,7 +121,7 @@ def test_weights_that_are_all_zero() -> None:
     model = adapted(targets=LINEARS, fp8=DelayedScaling())
     scale_weights(model, {"gate_proj": 0.0, "up_proj": -0.0})
     fuse(model)
-    derived = model.model.layers[0]._fused.gate_up.join()
+    derived = model.model.layers[0].lorakernels.fused.gate_up.join()
     assert derived.multiplier.tolist() == [1.0, 1.0] and float(derived.grad_scale_inv) == 1.0
     assert all(value.isfinite().all() for value in run(model, tokens()).values())
 
@@ -136,7 +136,7 @@ def test_only_bytes_without_a_value_count_as_zero() -> None:
         gate._write_weight(raw, torch.full_like(gate.weight_scale_inv, 64.0))
         twin = copy.deepcopy(model)
         fuse(twin)
-        derived = twin.model.layers[0]._fused.gate_up.join()
+        derived = twin.model.layers[0].lorakernels.fused.gate_up.join()
         assert (float(derived.grad_scale_inv) < 64.0) == zero, byte
 
 
@@ -248,7 +248,7 @@ def test_a_call_is_that_of_a_model_that_has_not_run_whatever_changes_in_between(
 def test_weights_that_lie_one_behind_the_other_are_joined_where_they_are(apart: int) -> None:
     model = adapted(targets=LINEARS, fp8=DelayedScaling())
     fuse(model)
-    group = model.model.layers[0]._fused.gate_up
+    group = model.model.layers[0].lorakernels.fused.gate_up
     weights = [m._parameters["weight"] for m in group.members]
     expected = torch.cat([w.data for w in weights])
     block = torch.empty(expected.numel() + apart, dtype=torch.uint8)

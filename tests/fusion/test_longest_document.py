@@ -41,7 +41,7 @@ def test_a_longer_document_is_refused_before_anything_changes() -> None:
     with pytest.raises(ValueError, match=RULE):
         twin(tokens(), use_cache=False, **packed(1))
     assert torch.equal(torch.get_rng_state(), after) and torch.equal(rng.tensor, slots)
-    assert not twin.model.layers[0]._fused.chosen
+    assert not twin.model.layers[0].lorakernels.fused.chosen
 
 
 def test_what_is_not_too_short_runs() -> None:

@@ -74,7 +74,7 @@ def end(model: nn.Module) -> list[Tensor]:
 
 
 def offload_of(model: nn.Module) -> Any:
-    (found,) = {layer._fused.offload for layer in model.model.layers}
+    (found,) = {layer.lorakernels.fused.offload for layer in model.model.layers}
     return found
 
 

@@ -26,6 +26,7 @@ from lorakernels import (
     unfuse,
     unmerge_lora,
 )
+from lorakernels.modules.marks import KEY, became
 from tests.fusion.fused_models import adapted, model_of, tokens
 from tests.interrupt import Interrupt
 
@@ -48,7 +49,9 @@ def looks(model: nn.Module, ids: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
         found[f"{path} class"] = type(module).__name__
-        found[f"{path} attributes"] = sorted(k for k in vars(module) if k != "_fused")
+        found[f"{path} attributes"] = sorted(k for k in vars(module) if k != KEY)
+        record = dict(vars(became(module)), fused=None)
+        found[f"{path} marks"] = sorted(k for k, value in record.items() if value)
         found[f"{path} training"] = module.training
         for kind, held in vars(module).items():
             if "hooks" in kind:

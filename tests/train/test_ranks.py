@@ -148,7 +148,7 @@ def drive(rank: int, size: int, places: list[dict[str, str]], runs: list[list[st
     scales are in `rank<i>.pt`, how many layers' weights it had in parts in `held<i>.txt`, and on the CPU each step's
     gradients in files of their own."""
     from lorakernels.cli.finetune import add_arguments, run
-    from lorakernels.modules.linear.holder import is_held
+    from lorakernels.modules.marks import is_held
     from lorakernels.parallel.ranks import comm
     from lorakernels.train import job
     from lorakernels.train.run import loop

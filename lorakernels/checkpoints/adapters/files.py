@@ -51,12 +51,14 @@ from lorakernels.checkpoints.adapters.rules import describe, warn_of_peft
 from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule
 from lorakernels.modules.model.apply import apply_lora
-from lorakernels.modules.model.merge import check_enabled, lora_modules
+from lorakernels.modules.model.merge import lora_modules
 from lorakernels.modules.model.report import LoRAReport
 from lorakernels.modules.model.targets import match_saved
 from lorakernels.modules.model.trained_parts import saved_modules
 from lorakernels.modules.model.undo import all_or_nothing
+from lorakernels.modules.order import refuse
 from lorakernels.parallel import ContextParallel, PipelineParallel
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.tensor.whole import Place, check_alike, group_of, places
@@ -139,7 +141,7 @@ def _layers_to_save(model: nn.Module) -> dict[str, LoRALinear]:
     layers = {clean_path(name): layer for name, layer in lora_modules(model).items()}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no LoRALinear: nothing to save")
-    check_enabled(layers)
+    refuse(model, "save_adapter")
     check_scalings(layers)
     return layers
 
@@ -227,7 +229,7 @@ def _fitting(
     try:
         _check_not_meta(model)
         if adapted:
-            _check_unmerged(model)
+            refuse(model, "load_adapter")
             stages = PipelineParallel.of(model)
             with stages.structure() if stages else nullcontext():
                 current = adapter_tensors(model)
@@ -242,14 +244,8 @@ def _fitting(
             saved = list(saved_modules(model))
             joined = stacks_of(model)
         else:
-            if place_of:
-                raise ValueError(
-                    "it is split over tensor-parallel ranks and has no adapter: load before parallelize"
-                )
-            if ContextParallel.of(model) is not None:  # new layers would draw masks of whole rows
-                raise ValueError(
-                    "its rows are shared by ranks and it has no adapter: load before context_parallel"
-                )
+            split = (n for n, m in model.named_modules() if isinstance(m, SplitModule))
+            refuse(model, "apply_lora", split)
             expected = expected_tensors(model, config)
             promised = []  # `expected` has them
             values = take_embeddings(model, expected, tensors)
@@ -304,14 +300,6 @@ def _check_not_meta(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is on the meta device: give the model its weights first")
-
-
-def _check_unmerged(model: nn.Module) -> None:
-    layers = lora_modules(model)
-    check_enabled(layers)
-    for name, layer in layers.items():
-        if layer.merged:
-            raise ValueError(f"{name} is merged: call unmerge_lora first")
 
 
 def _check_scaling(model: nn.Module, config: LoRAConfig, folder: Path) -> None:

@@ -31,8 +31,9 @@ from lorakernels.modules.experts.layer import expert_layers
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.modules.model.merge import check_enabled, lora_modules
+from lorakernels.modules.model.merge import lora_modules
 from lorakernels.modules.model.trained_parts import hidden_originals
+from lorakernels.modules.order import refuse
 
 BASE = "__base__"  # PEFT's name of the base alone
 NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows
@@ -332,7 +333,8 @@ def batch_adapters(
     Call it before `fuse`, before optimizers are made and before graphs are captured.
 
     Args:
-        model: has LoRALinears, none of them merged or of an expert. Nothing but adapters trains.
+        model: has LoRALinears, none of them merged, of an expert, split over ranks or cut into stages. Nothing but
+            adapters trains.
         names: at least one, all different.
         ranks: of adapters with a rank below the layers' own.
 
@@ -342,6 +344,7 @@ def batch_adapters(
     """
     layers: dict[str, Any] = dict(lora_modules(model))
     own = dict(ranks or {})
+    refuse(model, "batch_adapters", layers)
     _check(layers, names, own)
     _check_model(model)
     made = {path: _started(layer, names, own) for path, layer in layers.items()}
@@ -398,12 +401,9 @@ def _check(layers: dict[str, Any], names: Sequence[str], ranks: Mapping[str, int
         raise ValueError(f"names must be at least one, all different, found {list(names)}")
     if not layers:
         raise ValueError("model has no LoRALinear: call apply_lora first")
-    check_enabled(layers)
     for path, layer in layers.items():
         if type(layer) is not LoRALinear:
             raise ValueError(f"{path} is a {type(layer).__name__}, expected a LoRALinear")
-        if layer.merged:
-            raise ValueError(f"{path} is merged: unmerge it first")
         if any(map(is_sharded, layer.parameters())):
             raise ValueError(f"{path} is sharded: it cannot hold several adapters")
         if layer.lora_dropout:

@@ -22,9 +22,9 @@ from lorakernels.autograd.linear.plan import way_of
 from lorakernels.autograd.linear.values import Adapter
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.calls import weight_and_call
-from lorakernels.modules.linear.holder import refuse_held
 from lorakernels.modules.linear.initial import Initial
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import refuse_held
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.dropout import masked
 from lorakernels.recorded.routing import WATCHED

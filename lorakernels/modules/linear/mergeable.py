@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import refuse_held
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.state_entries import is_apart
 from lorakernels.modules.linear.weights import dequantize_weight, quantize_weight
+from lorakernels.modules.marks import refuse_held
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.values import Weight
 

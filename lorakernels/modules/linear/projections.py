@@ -15,6 +15,7 @@ from torch import nn
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear, refuse_merged_batch
+from lorakernels.modules.marks import became, mark
 from lorakernels.state.fp8 import FP8State
 
 
@@ -29,10 +30,10 @@ def projection(module: nn.Module) -> Any:
 
 
 def keep_projection(module: nn.Module) -> Any:
-    """`projection(module)`. Until `forget_projections`, an attribute of `module` marks it as in use."""
+    """`projection(module)`. Until `forget_projections`, `module` is marked as in use."""
     found = projection(module)
     if found is not module:
-        module.__dict__["fused_projection"] = found
+        mark(module, fused_projection=found)
     return found
 
 
@@ -40,12 +41,12 @@ def is_inside_projection(layer: nn.Module, path: str) -> bool:
     """Whether `path` in `layer` is a module marked by `keep_projection` or inside one. Its library may change it."""
     names = path.split(".")
     above = (layer.get_submodule(".".join(names[:n])) for n in range(1, len(names) + 1))
-    return bool(path) and any("fused_projection" in vars(module) for module in above)
+    return bool(path) and any(became(module).fused_projection is not None for module in above)
 
 
 def forget_projections(model: nn.Module) -> None:
     for module in model.modules():
-        module.__dict__.pop("fused_projection", None)
+        mark(module, fused_projection=None)
 
 
 def is_active(layer: FrozenFP8Linear) -> TypeGuard[LoRALinear]:

@@ -13,7 +13,6 @@ from torch import nn
 from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
 from lorakernels.modules.experts.layer import match_experts, unstack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import refuse_held, refuse_rows_over_ranks
 from lorakernels.modules.linear.initial import check_initial
 from lorakernels.modules.linear.lora import LoRALinear, first_plain_dtype
 from lorakernels.modules.linear.spec import FrozenSpec
@@ -33,6 +32,7 @@ from lorakernels.modules.model.targets import (
 from lorakernels.modules.model.trainable import add_counts
 from lorakernels.modules.model.trained_parts import keep_original, mark_saved
 from lorakernels.modules.model.undo import all_or_nothing
+from lorakernels.modules.order import refuse
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.peft_config import HEADS
 from lorakernels.state.fp8 import FP8State
@@ -82,7 +82,7 @@ def apply_lora(
     """
     config = config if isinstance(config, LoRAConfig) else LoRAConfig.from_peft(config)
     config = _with_head(model, config)
-    refuse_rows_over_ranks(model, "add adapters")
+    refuse(model, "apply_lora", ())
     options = adapter_dtype, rng_state, frozen
     if not config.target_parameters:
         return _apply(model, config, *options)
@@ -108,11 +108,6 @@ def _apply(
     frozen: str,
 ) -> LoRAReport:
     """apply_lora once each expert has layers of its own."""
-    present = [path for path, module in model.named_modules() if isinstance(module, LoRALinear)]
-    if present:
-        raise ValueError(
-            f"model has {len(present)} LoRALinear already (the first is {present[0]!r})"
-        )
     if adapter_dtype not in (None, *FLOATS):
         raise TypeError(
             f"adapter_dtype must be float32, bfloat16 or float16, found {adapter_dtype}"
@@ -262,7 +257,6 @@ def _weight_of(model: nn.Module, path: str) -> torch.Tensor:
 def _check_weights(model: nn.Module, paths: list[str], config: LoRAConfig) -> None:
     for path in paths:
         module = model.get_submodule(path)
-        refuse_held(module, "put an adapter over")
         if is_fp8_linear(module):
             check_fp8_linear(path, module)
             check_block_size(path, module, config.fp8)

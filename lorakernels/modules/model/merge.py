@@ -19,6 +19,7 @@ from lorakernels.modules.model.trained_parts import (
     kept_parameters,
     swap_originals,
 )
+from lorakernels.modules.order import refuse
 
 
 def lora_modules(model: nn.Module) -> dict[str, LoRALinear]:
@@ -33,16 +34,6 @@ def _layers(model: nn.Module) -> dict[str, LoRALinear]:
     return layers
 
 
-def check_enabled(layers: dict[str, LoRALinear]) -> None:
-    """Raise ValueError inside `disable_lora`, and where there are several adapters in one batch."""
-    if any(layer.disable_adapters for layer in layers.values()):
-        raise ValueError("the adapter is disabled: leave disable_lora first")
-    if several := [path for path, layer in layers.items() if layer.lora_A.dim() == 3]:
-        raise ValueError(
-            f"{several[0]} has several adapters: choose one by AdapterBatch.only(name)"
-        )
-
-
 def merge_lora(model: nn.Module) -> None:
     """Add every adapter to its base weight. If one layer fails, the layers merged before it are unmerged again.
 
@@ -52,11 +43,11 @@ def merge_lora(model: nn.Module) -> None:
 
     Raises:
         ValueError: no LoRALinear in `model`, it is inside `disable_lora`, or a merged weight would not be finite.
-        RuntimeError: parameters are sharded (FSDP2).
+        RuntimeError: parameters are sharded (FSDP2), in a sharded base, or split by `parallelize`.
     """
     done: list[LoRALinear] = []
     layers = _layers(model)
-    check_enabled(layers)
+    refuse(model, "merge_lora", layers)
     tied = tied_pointers(model)
     for layer in layers.values():
         try:

@@ -30,6 +30,7 @@ from torch import nn
 from lorakernels.config import ALL_LINEAR, LoRAConfig, clean_path, matching
 from lorakernels.modules.experts.layer import expert_layers, match_experts
 from lorakernels.modules.model.owners import check_owner
+from lorakernels.modules.order import refuse_module
 
 _Wanted = str | frozenset[str]  # a regular expression, or whole paths and tails
 _SHOWN = 8
@@ -81,6 +82,7 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         raise ValueError(_no_match(model, config, chosen))
     for path in found:
         module = model.get_submodule(path)
+        refuse_module(path, module, "apply_lora")
         check_class(path, module)
         _check_kept(path, module)
         check_owner(model, path, config.fp8 is not None)
@@ -257,12 +259,9 @@ def check_class(path: str, module: nn.Module) -> None:
     """Refuse a target that cannot become a LoRALinear.
 
     Raises:
-        TypeError: the module at `path` is a LoRALinear already, is no linear layer, or computes more than one.
+        TypeError: the module at `path` is no linear layer, or computes more than one.
     """
     kind = type(module)
-    names = {base.__name__ for base in kind.__mro__}
-    if "LoRALinear" in names:
-        raise TypeError(f"target {path!r} is a LoRALinear already: one adapter per module")
     if is_fp8_linear(module) or kind.__name__ in ("FrozenFP8Linear", "MergeableLinear"):
         return
     if not isinstance(module, nn.Linear):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lorakernels.modules.linear.holder import is_split
+from lorakernels.modules.marks import SplitModule
 
 _COUNT, _PRINT = "get_nb_trainable_parameters", "print_trainable_parameters"
 
@@ -20,13 +20,13 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     """
     trained, total, seen = 0, 0, set[int]()
     for module in model.modules():
-        dimensions: Any = module.dimensions if is_split(module) else ()  # that are cut
+        split = module if isinstance(module, SplitModule) else None
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            ranks: Any = module.ranks if name in dimensions else None
-            count = parameter.numel() * (1 if ranks is None else ranks.size)
+            parts = split.ranks.size if split and name in split.dimensions else 1
+            count = parameter.numel() * parts
             total += count
             trained += count * parameter.requires_grad
     return trained, total

@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-# Plain attributes, not children or buffers: absent from state_dict, carried by deepcopy and pickle.
-_ORIGINAL = "_lorakernels_original"
-_SAVED = "_lorakernels_saved"
+from lorakernels.modules.marks import became, mark
 
 
 @dataclass(eq=False)
-class _Originals:
+class Originals:
     """What a module keeps: `values` of its parameters by name, the trained ones while the originals are `shown`."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -34,13 +32,14 @@ def mark_saved(module: nn.Module, shared: set[int]) -> list[str]:
                 child._parameters[name] = nn.Parameter(parameter.detach().clone())
                 untied.append(f"{path}.{name}" if path else name)
         keep_original(child, child._parameters)
-    module.__dict__[_SAVED] = True
+    mark(module, saved=True)
     return untied
 
 
 def keep_original(module: nn.Module, names: Iterable[str]) -> None:
     """Make the parameters `names` of `module` itself trainable, and keep copies of their present values."""
-    originals: _Originals = module.__dict__.setdefault(_ORIGINAL, _Originals())
+    originals = became(module).originals or Originals()
+    mark(module, originals=originals)
     for name in names:
         parameter = module._parameters[name]
         if parameter is not None:
@@ -50,8 +49,7 @@ def keep_original(module: nn.Module, names: Iterable[str]) -> None:
 
 def hand_over_originals(old: nn.Module, new: nn.Module) -> None:
     """Let `new`, which has the parameters of `old`, share with it what that keeps."""
-    if _ORIGINAL in old.__dict__:
-        new.__dict__[_ORIGINAL] = old.__dict__[_ORIGINAL]
+    mark(new, originals=became(old).originals)
 
 
 def change_originals(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
@@ -75,14 +73,13 @@ def keeps_weight(module: nn.Module) -> bool:
 
 def saved_modules(model: nn.Module) -> dict[str, nn.Module]:
     """{path: module} of the `modules_to_save` that `apply_lora` marked."""
-    return {name: m for name, m in model.named_modules() if m.__dict__.get(_SAVED)}
+    return {name: m for name, m in model.named_modules() if became(m).saved}
 
 
 def forget_originals(model: nn.Module) -> None:
     """Drop all kept values and marks. Parameters keep the values that they show now."""
     for module in model.modules():
-        for name in (_ORIGINAL, _SAVED):
-            module.__dict__.pop(name, None)
+        mark(module, originals=None, saved=False)
 
 
 def hidden_originals(model: nn.Module) -> list[nn.Module]:
@@ -102,9 +99,9 @@ def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
     return changed
 
 
-def _kept(module: nn.Module) -> _Originals | None:
+def _kept(module: nn.Module) -> Originals | None:
     """What `module` keeps; None if that is nothing."""
-    kept: _Originals | None = module.__dict__.get(_ORIGINAL)
+    kept = became(module).originals
     return kept if kept is not None and kept.values else None
 
 

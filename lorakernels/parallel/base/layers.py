@@ -9,23 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_loaded_part
-from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.order import refuse_module
 from lorakernels.parallel.ranks.blocks import Shape
 
 Linears = Mapping[str, FrozenFP8Linear]
-GRAPHS = "lorakernels.graphs"
-
-
-def managed_by_graphs(layer: nn.Module) -> bool:
-    """Whether a GraphManager records or replays the layer."""
-    hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    own = vars(layer).get("forward")
-    return any(type(each).__module__.startswith(GRAPHS) for each in (*hooks, own))
 
 
 def frozen_linears(layer: nn.Module) -> dict[str, FrozenFP8Linear]:
@@ -70,6 +60,7 @@ def check_layers(layers: Mapping[str, nn.Module]) -> None:
                     "fuse(model), or FrozenFP8Linear.from_linear, makes them so"
                 )
         for name, linear in frozen_linears(layer).items():
+            refuse_module(f"{path}.{name}", linear, "shard_base")
             for objection in _objections(linear):
                 raise ValueError(f"{path}.{name} {objection}")
             weight = stored(linear)
@@ -88,14 +79,10 @@ def _objections(linear: FrozenFP8Linear) -> Iterator[str]:
         yield f"holds {weight.dtype}, not FP8: only an FP8 base is sharded"
     if isinstance(linear, DoRALinear):
         yield "has use_dora=True, whose norms need the whole weight: such a base is not sharded"
-    if is_loaded_part(linear):
-        yield "is a part that load_quantized(tp=…) read: call parallelize before shard_base"
     if is_sharded(weight):
         yield "is sharded by FSDP2"
     if weight.is_meta:
         yield "is on the meta device: give the model its weights first"
-    if isinstance(linear, LoRALinear) and linear.merged:
-        yield "is merged: call unmerge_lora first"
 
 
 def stored(linear: FrozenFP8Linear) -> Tensor:
@@ -108,8 +95,7 @@ def stored(linear: FrozenFP8Linear) -> Tensor:
 def join_groups(layer: nn.Module) -> None:
     """Let a fused layer's matrices follow their weights, which were moved and are there now."""
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        for group in parts.groups:
+        for group in parts_of(layer).groups:
             group.join()
 
 

@@ -36,7 +36,8 @@ from torch.utils import _pytree as pytree
 from lorakernels.device import in_backward
 from lorakernels.fusion.find import decoder_layers
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import hold, is_split
+from lorakernels.modules.marks import SplitModule, mark
+from lorakernels.modules.order import refuse
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.parallel.base.layers import (
     check_layers,
@@ -121,7 +122,7 @@ class ShardedBase:
             ]
             # those that keep their memory, too: a layer that refuses in its middle would be half moved or loaded
             for linear in frozen_linears(layer).values():
-                hold(linear, held)
+                mark(linear, weight_holder=held)
                 self._handles.append(linear.register_load_state_dict_pre_hook(refuse_loading))
             for linear in self._in_stores(index):
                 self._handles += [
@@ -171,7 +172,7 @@ class ShardedBase:
             for store, memory in zip(self.stores, rooms[index], strict=True):
                 self._place(index, store, memory, lambda *_: None)
             for linear in frozen_linears(layer).values():
-                hold(linear, None)
+                mark(linear, weight_holder=None)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -293,9 +294,9 @@ def shard_base(
         The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
 
     Raises:
-        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows, a weight cannot
-            be sharded, neither embedding nor head can, the host has too little memory, or the ranks' models differ. The
-            message names it.
+        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows or was cut into
+            stages, a weight cannot be sharded or is so already, neither embedding nor head can, the host has too little
+            memory, or the ranks' models differ. The message names it.
         RuntimeError: transport "peer", and a rank cannot read the others' memory.
         OSError: the system did not pin memory of the host.
 
@@ -342,7 +343,7 @@ def shard_base(
 
 def _part_of(model: nn.Module) -> str:
     """Which part of split layers this rank has."""
-    found = (vars(m)["ranks"] for m in model.modules() if is_split(m))
+    found = (m.ranks for m in model.modules() if isinstance(m, SplitModule))
     ranks = next(found, None)
     return "none" if ranks is None else f"{ranks.rank} of {ranks.size}"
 
@@ -411,6 +412,7 @@ def _layout(
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
     fraction = check_offload(offload, place)
+    refuse(model, "shard_base", ())
     layers = decoder_layers(model, fused=True)
     check_layers(layers)
     return lay_out_base(layers, lambda _, layer: shapes_of(layer), place.ranks, fraction)

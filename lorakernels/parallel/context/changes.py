@@ -9,13 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from lorakernels.fusion.families import spec_of
-from lorakernels.fusion.parts import Parts
-from lorakernels.modules.linear.holder import ROWS_OVER_RANKS
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import frozen_layers, share_state
+from lorakernels.modules.marks import Became, became, mark
 from lorakernels.modules.model.angles import angles_by_document, document_angles
 from lorakernels.parallel.context.attention import ContextAttention
-from lorakernels.parallel.context.check import OF_MODULE
 from lorakernels.parallel.context.rows import OwnChunks
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.state.fp8 import FP8State
@@ -29,6 +27,7 @@ class Changes:
     def __init__(self) -> None:
         # (owner, attribute, its value; ... if it had none)
         self._before: list[tuple[Any, str, Any]] = []
+        self._marked: list[tuple[nn.Module, str]] = []  # (module, what of its record)
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Changes:
@@ -38,13 +37,18 @@ class Changes:
             made._before.append((theirs, name, value))
             if isinstance(owner, FP8State):  # whose copies have no groups
                 theirs.shared_over = owner.shared_over
-        made._hooks = copy.deepcopy(self._hooks, memo)
+        made._marked, made._hooks = copy.deepcopy((self._marked, self._hooks), memo)
         return made
 
     def put(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute."""
         self._before.append((owner, name, getattr(owner, name, ...)))
         setattr(owner, name, value)
+
+    def mark(self, module: nn.Module, **marks: Any) -> None:
+        """Mark a module, which had no such marks."""
+        self._marked += ((module, name) for name in marks)
+        mark(module, **marks)
 
     def hook(self, module: nn.Module, before: Any) -> None:
         """Register a forward_pre_hook that takes keywords."""
@@ -58,6 +62,9 @@ class Changes:
         """Let all be as it was before, the last change first."""
         while self._hooks:
             self._hooks.pop().remove()
+        while self._marked:
+            module, field = self._marked.pop()
+            mark(module, **{field: getattr(Became, field)})
         while self._before:
             owner, name, value = self._before.pop()
             if value is ...:
@@ -81,17 +88,17 @@ def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: 
     _register()
     for layer in layers.values():
         module, wanted = layer.get_submodule(spec_of(layer).attention), "auto"
-        parts: Parts | None = layer.__dict__.get("_fused")
+        parts = became(layer).fused
         if parts is not None:
             wanted = parts.attention
         context = contexts.setdefault(wanted, ContextAttention(ranks, wanted, own_chunks.of))
-        changes.put(module, OF_MODULE, context)
+        changes.mark(module, context_attention=context)
         if parts is not None:
             changes.put(parts, "context", context)  # which says the rows by itself
         elif adapters:
             changes.hook(module, own_chunks.before)
     for module in (m for m in model.modules() if m._parameters):
-        changes.put(module, ROWS_OVER_RANKS, True)
+        changes.mark(module, rows_over_ranks=True)
     changes.put(model.config.get_text_config(), "_attn_implementation", ATTENTION)
     changes.keep(angles_by_document(model))
     for hook in document_angles(model):
@@ -125,7 +132,8 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: out [B, T, H, D]. It has no mask for this name, and makes none."""
-    context: ContextAttention = vars(module)[OF_MODULE]
+    context = became(module).context_attention
+    assert context is not None
     if attention_mask is not None or kwargs.get("dropout"):
         raise ValueError("attention over ranks has no attention_mask and no dropout")
     longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size

@@ -9,15 +9,13 @@ from torch import nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.find import decoder_layers
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.parallel.base.layers import managed_by_graphs
+from lorakernels.modules.marks import SplitModule
+from lorakernels.modules.order import refuse
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
-
-OF_MODULE = "context_attention"  # the attribute of an attention module, for transformers' function
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
@@ -30,24 +28,15 @@ def fingerprint(model: nn.Module) -> dict[str, Any]:
 
 def objection(layer: nn.Module) -> str:
     """Why a decoder layer's attention cannot begin to run over ranks; "" if it can."""
-    if managed_by_graphs(layer):
-        return (
-            "is managed by attach or lorakernels.graphs, whose replays would have attention of whole rows: call "
-            "context_parallel first"
-        )
     spec = spec_of(layer)
     if spec.window_of(layer) is not None:
         return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
     if spec.cap_of(layer) is not None:
         return "has capped scores, which attention over ranks does not have"
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        if parts.context is not None:
-            return "runs over ranks already"
+        parts = parts_of(layer)
         if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
             return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
-    elif OF_MODULE in vars(layer.get_submodule(spec.attention)):
-        return "runs over ranks already"
     return ""
 
 
@@ -68,6 +57,7 @@ def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.
             raise ValueError(
                 "the model has stages on these ranks already: rows over ranks need a dimension of their own"
             )
+        refuse(model, "context_parallel")
         layers = decoder_layers(model, fused=True)
         for path, layer in layers.items():
             if why := objection(layer):
@@ -87,8 +77,7 @@ def refuse_masks(model: nn.Module, group: Any) -> None:
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:
     """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
-    split = getattr(module, "ranks", None)
-    if isinstance(split, Ranks) and split.group is group:
+    if isinstance(module, SplitModule) and module.ranks.group is group:
         return "is split over these ranks already: tensor parallelism needs a dimension of its own"
     if isinstance(module, nn.Dropout) and module.p:
         return f"is {module}, which would draw equal masks on all ranks: set lora_dropout of our layers, or p = 0"

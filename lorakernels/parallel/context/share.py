@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.marks import became
 from lorakernels.modules.model.angles import DocumentAngles, document_angles, dynamic_length
 from lorakernels.parallel.context.attention import Chunks
 from lorakernels.parallel.context.changes import ATTENTION, Changes, share_rows
@@ -40,10 +41,7 @@ from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal
 from lorakernels.parallel.ranks.exchange import row_exchange
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.ranks.marks import ranks_of_stages
 from lorakernels.parallel.tensor.known_tokens import Turns, vocabulary_of
-
-_OF_MODEL = "context_parallel"
 
 
 class ContextParallel:
@@ -76,8 +74,7 @@ class ContextParallel:
     @classmethod
     def of(cls, model: nn.Module) -> ContextParallel | None:
         """The ContextParallel of a model whose rows are shared; None if they are not."""
-        found: ContextParallel | None = vars(model).get(_OF_MODEL)
-        return found
+        return became(model).context_parallel
 
     def shard(self, whole: Tensor) -> Tensor:
         """This rank's tokens [B, S/n, …] of [B, S, …].
@@ -111,7 +108,7 @@ class ContextParallel:
                 without `cu_seq_lens_q`, or it does not reach the end, or has a document longer than `max_length_q`. All
                 ranks raise if one does.
         """
-        if ranks_of_stages(self.model) is not None:
+        if became(self.model).pipeline_cut is not None:
             raise RuntimeError(
                 "the model was cut into stages: call PipelineParallel.forward_backward, or PipelineParallel.loss"
             )
@@ -223,7 +220,7 @@ class ContextParallel:
 
     def attach(self, layers: dict[str, nn.Module]) -> ContextParallel:
         """Let the model's attention run over the ranks."""
-        self._changes.put(self.model, _OF_MODEL, self)
+        self._changes.mark(self.model, context_parallel=self)
         share_rows(self.model, self.ranks, layers, self._changes)
         self._angles, self._dynamic = document_angles(self.model), dynamic_length(self.model)
         self._changes.hook(self.model, self._before_model)
@@ -271,7 +268,8 @@ def context_parallel(model: nn.Module, mesh: Any) -> ContextParallel:
     """
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['cp'], found {mesh}")
-    ranks, stages = Ranks(mesh.get_group()), ranks_of_stages(model)
+    ranks, cut = Ranks(mesh.get_group()), became(model).pipeline_cut
+    stages = None if cut is None else cut.ranks
     with nullcontext() if stages is None else comm.together(stages.group):
         layers = check(model, ranks, stages)
     ranks.rows, _ = row_exchange("auto", ranks.group, next(model.parameters()).device)

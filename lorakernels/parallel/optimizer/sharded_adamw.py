@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lorakernels.autograd.lent import is_of_part
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.parallel.optimizer.bucket import MOMENTS, Bucket
 from lorakernels.parallel.optimizer.flat import cut, lay_out
 from lorakernels.parallel.pipeline.cut import ranks_of
 from lorakernels.parallel.ranks import comm
-from lorakernels.parallel.tensor.layers import OF_PART
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -367,7 +367,7 @@ def _objection(params: Sequence[Tensor], device_type: str) -> tuple[type[Excepti
         if is_sharded(p):
             text = "is sharded already (FSDP2): torch.optim.AdamW takes its parts"
             return TypeError, f"{what} {text}"
-        if OF_PART in vars(p):
+        if is_of_part(p):
             text = "is of a layer that parallelize split, whose norm other ranks have, too: that is not there yet"
             return ValueError, f"{what} {text}"
         if not p.requires_grad:

@@ -11,17 +11,13 @@ from torch import nn
 
 from lorakernels.fusion.families import spec_of
 from lorakernels.fusion.find import decoder_layers
-from lorakernels.fusion.layer import FusedDecoderLayer
-from lorakernels.fusion.parts import Parts
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.frozen import is_sharded
-from lorakernels.modules.linear.holder import is_held, is_split
 from lorakernels.modules.linear.lora import LoRALinear
-from lorakernels.parallel.base.layers import GRAPHS, managed_by_graphs
-from lorakernels.parallel.context.share import ContextParallel
+from lorakernels.modules.order import GRAPHS, managed_by_graphs, refuse
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import checksum
-from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
@@ -69,10 +65,7 @@ def check(model: nn.Module, places: Places) -> None:
     Raises:
         ValueError: the message names the module and why.
     """
-    if ContextParallel.of(model) is not None:
-        raise ValueError(
-            "the model's rows are shared by context_parallel: call pipeline_parallel first, then context_parallel"
-        )
+    refuse(model, "pipeline_parallel")
     embedding = getattr(model.get_submodule(places.embedding), "weight", None)
     for path in places.layers:
         layer = model.get_submodule(path)
@@ -98,14 +91,10 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     dtype = dtype_of(layer)
     if embedding is not None and dtype != embedding.dtype:
         yield f"has norms of {dtype} behind an embedding of {embedding.dtype}: they must be equal"
-    if managed_by_graphs(layer) or "forward" in vars(layer):
-        yield (
-            "is managed by attach or lorakernels.graphs: cut the model first, then give GraphManager pipeline.layers"
-        )
-    if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
-        if parts.offload is not None:
-            yield "keeps activations in host memory: fuse without offload_activations"
+    if "forward" in vars(layer):
+        yield "has a forward of its own, set on the instance, which stages do not take: remove it"
+    if isinstance(layer, FusedDecoderLayer) and parts_of(layer).offload is not None:
+        yield "keeps activations in host memory: fuse without offload_activations"
     if any(p.is_meta for p in layer.parameters()):
         yield "is on the meta device: give the model its weights first"
     if any(is_sharded(p) for p in layer.parameters()):
@@ -118,16 +107,10 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 
 def _objection(module: nn.Module) -> str:
-    if is_held(module):
-        return "is in a sharded or offloaded base, which a pipeline does not have yet"
-    if is_split(module) or isinstance(module, (VocabularyEmbedding, VocabularyHead)):
-        return "is split by parallelize, which a pipeline does not have yet"
     if isinstance(module, nn.Dropout) and module.p:
         return (
             f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
         )
-    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
-        return "has several adapters in one batch, whose rows microbatches would cut apart"
     drops = isinstance(module, LoRALinear) and module.lora_dropout
     if drops and not isinstance(module.rng_state, PhiloxState):
         return (
@@ -179,7 +162,7 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
 def slots_of(layer: nn.Module) -> int:
     """How many dropout slots a forward of the layer draws in training."""
     if isinstance(layer, FusedDecoderLayer):
-        parts: Parts = layer.__dict__["_fused"]
+        parts = parts_of(layer)
         groups = ([bool(m.lora_dropout) for m in group.adapted] for group in parts.groups)
         shared = [group.shared_dropout for group in parts.groups]
         return sum(

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lorakernels.fusion.rewire import let_go
+from lorakernels.modules.marks import became, mark
 from lorakernels.parallel.pipeline.stages import Absent, Places, Skipped
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.ranks.marks import CUT
 
 # {parameter: the Ranks of its pipeline}. As an attribute it could not be saved, and a Cut would keep the parameter.
 _OF_PARAMETERS = WeakIdKeyDictionary()
@@ -53,8 +53,7 @@ class Cut:
     @classmethod
     def of(cls, model: nn.Module) -> Cut | None:
         """Of a model from which other ranks' modules were taken; None of a whole one."""
-        found: Cut | None = vars(model).get(CUT)
-        return found
+        return became(model).pipeline_cut
 
     def mark(self, model: nn.Module) -> None:
         """Let `ranks_of` know the parameters of `model`."""
@@ -85,7 +84,7 @@ class Cut:
             parent._modules[name] = absent
             self.absent.append((parent, name, absent))
         let_go(model, gone)
-        vars(model)[CUT] = self
+        mark(model, pipeline_cut=self)
 
     @contextmanager
     def structure(self) -> Iterator[None]:

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.loss import CHUNK
+from lorakernels.modules.marks import became, mark
 from lorakernels.modules.model.angles import angles_by_document
+from lorakernels.modules.order import refuse
 from lorakernels.parallel.context.share import ContextParallel
 from lorakernels.parallel.pipeline import cut as pipeline_cut
 from lorakernels.parallel.pipeline.check import (
@@ -58,8 +60,6 @@ from lorakernels.parallel.tensor.head import IGNORE
 from lorakernels.parallel.tensor.known_tokens import Turns, digests, refuse_unknown
 from lorakernels.state.philox import PhiloxState
 
-_OF_MODEL = "pipeline_parallel"
-
 
 class PipelineParallel:
     """What `pipeline_parallel` returns. `print` it to see which rank has which layers.
@@ -93,13 +93,12 @@ class PipelineParallel:
         self._turns = Turns()
         self._schedules: dict[bool, tuple[Any, Any]] = {}
         cut.mark(model)
-        vars(model)[_OF_MODEL] = self
+        mark(model, pipeline_parallel=self)
 
     @classmethod
     def of(cls, model: nn.Module) -> PipelineParallel | None:
         """Of a model that was cut into stages; None if it was not."""
-        found: PipelineParallel | None = vars(model).get(_OF_MODEL)
-        return found
+        return became(model).pipeline_parallel
 
     @property
     def context(self) -> ContextParallel | None:
@@ -201,11 +200,11 @@ class PipelineParallel:
         Nothing in it runs. `save_adapter` takes it for a model of one process.
         """
         with filled(self.model, self._cut, values):
-            del vars(self.model)[_OF_MODEL]
+            mark(self.model, pipeline_parallel=None)
             try:
                 yield
             finally:
-                vars(self.model)[_OF_MODEL] = self
+                mark(self.model, pipeline_parallel=self)
 
     def check(self) -> None:
         """Collective: look for ranks that have drifted apart, such as one that drew random numbers of its own.
@@ -386,8 +385,7 @@ def pipeline_parallel(
     loaded = Cut.of(model)
     with comm.together(ranks.group):
         check_numbers(microbatches, chunks, ranks.size)
-        if PipelineParallel.of(model) is not None:
-            raise ValueError("the model was cut into stages already")
+        refuse(model, "pipeline_parallel", ())
         cut = _cut_of(model, ranks, chunks)
         check(model, cut.places)
         with cut.structure():

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.marks import became, mark
 from lorakernels.parallel.tensor.head import IGNORE, sum_of_losses
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, skip_slots
@@ -68,6 +69,8 @@ def _skeleton(module: nn.Module) -> nn.Module:
         # a config is a value; anything else may hold memory
         if isinstance(value, _KEPT) or type(value).__module__ == "lorakernels.config":
             new.__dict__[name] = value
+    record = became(module)
+    mark(new, adds_one=record.adds_one, saved=record.saved)
     for name, p in module._parameters.items():
         new._parameters[name] = None if p is None else nn.Parameter(p.to("meta"), p.requires_grad)
     for name, b in module._buffers.items():

@@ -13,19 +13,20 @@ from torch import nn
 from lorakernels.autograd.attention.choose import FP8
 from lorakernels.fusion.families import LayerSpec, spec_of
 from lorakernels.fusion.find import decoder_layers
-from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.fusion.parts import Parts
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.holder import is_held, is_loaded_part, refuse_rows_over_ranks
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.mergeable import MergeableLinear
+from lorakernels.modules.marks import is_loaded_part
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.modules.model.trained_parts import keeps_weight, kept_parameters
+from lorakernels.modules.order import refuse
 from lorakernels.parallel.ranks.agree import checksum, generators, scales
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import why_not_blocks
-from lorakernels.parallel.tensor.split import LoadedParts, Waiting
+from lorakernels.parallel.tensor.split import LoadedParts
 from lorakernels.state.philox import PhiloxStates
 
 CUTS = ("column", "row")
@@ -97,21 +98,11 @@ def found_in(model: nn.Module) -> Found:
     return Found(layers, spec, cuts)
 
 
-def parts_of(layer: FusedDecoderLayer) -> Parts:
-    """How a fused layer runs."""
-    parts: Parts = vars(layer)["_fused"]
-    return parts
-
-
 def _objection_to_fused(parts: Parts) -> str:
-    if parts.over is not None and not isinstance(parts.over, Waiting):
-        return "and split over ranks already"
     if parts.offload is not None:
         return "with offload_activations=True"
     if parts.attention == FP8:
         return f"with attention={FP8!r}"
-    if parts.context is not None:
-        return "with rows over ranks: call parallelize before context_parallel"
     return ""
 
 
@@ -141,10 +132,10 @@ def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
 
     Raises:
         TypeError: a linear's class is not known.
-        ValueError: sizes or heads that the ranks do not divide, a linear that is grouped, merged or sharded, a
+        ValueError: sizes or heads that the ranks do not divide, a linear that is merged or sharded, a
             parameter that trains outside of the split linears, or rows that are over ranks already.
     """
-    refuse_rows_over_ranks(model, "parallelize")
+    refuse(model, "parallelize", found.cuts)
     check_sizes(model, found, ranks.size)
     for path in found.cuts:
         for objection in _objections(model.get_submodule(path)):
@@ -209,12 +200,6 @@ def _objections(module: nn.Module) -> Iterator[str]:
         yield "is in modules_to_save, which a split layer is not: call merge_and_unload first"
     if initial_of(module) is not None:
         yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
-    if getattr(module, "merged", False):
-        yield "is merged: call unmerge_lora first"
-    if isinstance(module, LoRALinear) and module.lora_A.dim() != 2:
-        yield "has several adapters in one batch, which cannot be split over ranks yet"
-    if is_held(module):
-        yield "is in a sharded base, which cannot be split over tensor-parallel ranks yet"
     if any(is_sharded(p) for p in module.parameters(recurse=False)):
         yield "has parameters that are DTensors already"
     if any(p.is_meta for p in module.parameters(recurse=False)):

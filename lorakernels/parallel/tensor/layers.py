@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd import is_compiling
+from lorakernels.autograd.lent import mark_part
+from lorakernels.autograd.linear.projections import OverRanks
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule
 from lorakernels.modules.model.trained_parts import change_originals
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.numerics.blocks import BLOCK
@@ -26,25 +29,21 @@ from lorakernels.parallel.ranks.scales import SharedScales, shared
 from lorakernels.parallel.tensor.projections import Split
 from lorakernels.values import Weight
 
-OF_PART = "of_a_part"  # attribute of the parameters of split layers, also of those that all ranks hold whole
 OWN_ROWS = "own_rows"  # attribute of a stand-in for a whole x (rows.py)
 
 
-class Part:
+class Part(SplitModule):
     """What a rank's part adds to a FrozenFP8Linear or a LoRALinear.
 
     Attributes:
-        ranks: who holds the other parts.
-        scales: the FP8 scales that they share; None over a plain base.
+        over: those ranks, and the FP8 scales that they share.
         flat: whether x and y are [M, 1, …], their rows in one dimension, where they are split by rows.
         by: "column" or "row".
     """
 
-    ranks: Ranks
-    scales: SharedScales | None
+    over: OverRanks | None  # a Split
     flat: bool
     by: ClassVar[str]
-    dimensions: ClassVar[Mapping[str, int]]  # {parameter: the dimension in which it is cut}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N], as the whole layer. One side is this rank's part of the features (column: y; row: x).
@@ -66,14 +65,15 @@ class Part:
         y: Tensor = super().forward(x.reshape(-1, x.shape[-1]))  # type: ignore[misc]
         return y.view(*shape, y.shape[1])
 
+    def run_over(self, ranks: Ranks, flat: bool, scales: SharedScales | None) -> None:
+        """From now on, the part runs with those of `ranks`."""
+        self.ranks, self.flat = ranks, flat  # `ranks` first: it says why a part cannot be copied
+        self.over = Split(self.by, ranks, scales)
+
     def _rows(self, x: Tensor) -> Tensor:
         """x as its rows are split: with `flat`, a rank's own or all rows in one dimension."""
         x = getattr(x, OWN_ROWS, x)
         return x.reshape(-1, 1, x.shape[-1]) if self.flat and self.ranks.sequence else x
-
-    @property
-    def over(self) -> Split:
-        return Split(self.by, self.ranks, self.scales)
 
     def _y_shape(self, x: Tensor) -> tuple[int, ...]:
         raise NotImplementedError
@@ -195,10 +195,11 @@ def cut(
     if read is not None:
         layer.weight_scale_inv = read.scale_inv
     for parameter in layer.parameters(recurse=False):
-        vars(parameter)[OF_PART] = True
+        mark_part(parameter)
     layer.out_features, layer.in_features = layer.stored.shape
     layer.__class__ = kind  # type: ignore[assignment]
-    layer.__dict__.update(ranks=ranks, scales=scales, flat=flat)
+    part: Any = layer
+    part.run_over(ranks, flat, scales)
     layer.column = layer.column  # a new handle
 
 

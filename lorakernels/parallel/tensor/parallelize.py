@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.fusion.layer import FusedDecoderLayer
+from lorakernels.fusion.layer import FusedDecoderLayer, parts_of
 from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.modules.marks import mark
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
 from lorakernels.parallel.ranks.exchange import row_exchange
@@ -24,7 +25,6 @@ from lorakernels.parallel.tensor.check import (
     fingerprint,
     found_by,
     found_in,
-    parts_of,
 )
 from lorakernels.parallel.tensor.inputs import check_call, check_inputs
 from lorakernels.parallel.tensor.known_tokens import Turns
@@ -32,7 +32,7 @@ from lorakernels.parallel.tensor.projections import split_parts
 from lorakernels.parallel.tensor.rows import Rows
 from lorakernels.parallel.tensor.split import Cut, LoadedParts, split_linear, split_vocabulary
 from lorakernels.parallel.tensor.vocabulary import VocabularyHead
-from lorakernels.parallel.tensor.whole import WHOLE, Place, places, whole_of
+from lorakernels.parallel.tensor.whole import Place, places, whole_of
 
 
 class TensorParallel:
@@ -137,7 +137,7 @@ class TensorParallel:
         self._placed(values, whole=True)
         trained = dict(self._trained())
         before = {name: trained[name].data for name in values}
-        vars(self.model)[WHOLE] = True
+        mark(self.model, adapters_are_whole=True)
         try:
             for name, value in values.items():
                 # elsewhere, autograd would begin anew
@@ -146,7 +146,7 @@ class TensorParallel:
         finally:
             for name, own in before.items():
                 trained[name].data = own
-            del vars(self.model)[WHOLE]
+            mark(self.model, adapters_are_whole=False)
 
     def state_dict(self) -> dict[str, Any]:
         """{name: DTensor} of the trained parameters, for torch.distributed.checkpoint to save and load at any layout.

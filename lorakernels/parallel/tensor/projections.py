@@ -324,6 +324,7 @@ def split_parts(parts: Parts, ranks: Ranks) -> None:
     for group in parts.groups:
         by = "column" if group in (parts.qkv, parts.gate_up) else "row"
         group.rows = tuple(member.out_features for member in group.members)
-        group.over = Split(by, ranks, getattr(group.first, "scales", None))
+        split = getattr(group.first, "over", None)
+        group.over = Split(by, ranks, None if split is None else split.scales)
     heads = parts.heads
     parts.heads = heads._replace(query=heads.query // ranks.size, key=heads.key // ranks.size)

@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.holder import mark_loaded_part
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.spec import FrozenSpec
+from lorakernels.modules.marks import became, mark
 from lorakernels.modules.model.apply import parents_of, replace_module
 from lorakernels.modules.model.trained_parts import hand_over_originals
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import KINDS, cut
 from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 from lorakernels.values import Weight
-
-_LOADED = "parts_as_loaded"  # plain attribute of the model
 
 
 class Cut(NamedTuple):
@@ -72,24 +70,24 @@ class LoadedParts(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> LoadedParts | None:
         """Those of `model`, until `parallelize` has taken them."""
-        found: LoadedParts | None = vars(model).get(_LOADED)
-        return found
+        return became(model).parts_as_loaded
 
     def leave(self, model: nn.Module) -> None:
         """Note them in `model`, for `parallelize`."""
-        vars(model)[_LOADED] = self
+        mark(model, parts_as_loaded=self)
         waiting = Waiting()
         for layer in self.layers(model):
-            mark_loaded_part(layer, waiting)
+            mark(layer, loaded_part=waiting)
 
     def take(self, model: nn.Module, ranks: Ranks, flat: bool) -> dict[str, Cut]:
         """Let the parts run over `ranks`, as `cut` would. Returns `cuts` and `vocabulary`."""
-        del vars(model)[_LOADED]
+        mark(model, parts_as_loaded=None)
         for layer in self.layers(model):
-            mark_loaded_part(layer, None)
-            layer.__dict__.update(ranks=ranks, flat=flat)
+            mark(layer, loaded_part=None)
+            layer.run_over(ranks, flat, layer.over.scales)
         for path in self.vocabulary:
-            vars(model.get_submodule(path))["ranks"] = ranks
+            vocabulary: Any = model.get_submodule(path)
+            vocabulary.ranks = ranks
         return self.cuts | self.vocabulary
 
     def layers(self, model: nn.Module) -> Iterator[Any]:

@@ -18,16 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lorakernels.modules.marks import SplitModule
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks
 
 CHUNK = 2048
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(SplitModule, nn.Module):
     """This rank's rows [V/T, H] of a frozen embedding. The result is the whole embedding's, bit for bit."""
 
-    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0}  # as of a Part
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0}
 
     def __init__(self, weight: nn.Parameter, ranks: Ranks) -> None:
         super().__init__()
@@ -47,10 +48,10 @@ class VocabularyEmbedding(nn.Module):
         return found
 
 
-class VocabularyHead(nn.Module):
+class VocabularyHead(SplitModule, nn.Module):
     """This rank's rows [V/T, H] of a frozen output head. Its forward gathers; `loss` does not."""
 
-    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}  # as of a Part
+    dimensions: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks) -> None:
         super().__init__()

@@ -9,12 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lorakernels.modules.marks import SplitModule, became
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.tensor.layers import Part, own_part
-from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
-
-WHOLE = "adapters_are_whole"  # of a model inside `TensorParallel.whole`
+from lorakernels.parallel.tensor.layers import own_part
 
 
 class Place(NamedTuple):
@@ -49,13 +47,12 @@ def places(model: nn.Module) -> dict[int, Place]:
 
     It is empty inside `TensorParallel.whole`, too.
     """
-    if WHOLE in vars(model):
+    if became(model).adapters_are_whole:
         return {}
-    kinds = (Part, VocabularyEmbedding, VocabularyHead)
     return {
         id(parameter): Place(module.ranks, module.dimensions[name])
         for module in model.modules()
-        if isinstance(module, kinds)
+        if isinstance(module, SplitModule)
         for name, parameter in module.named_parameters(recurse=False)
         if name in module.dimensions
     }
