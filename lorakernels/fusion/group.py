@@ -18,8 +18,9 @@ from lorakernels.autograd.linear.projections import OverRanks, Projections
 from lorakernels.autograd.linear.values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import JoinedRows
 from lorakernels.fusion.prepared import Derived, Prepared, Variant, state_of_call
+from lorakernels.modules.linear.calls import rows_of_call
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
-from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.linear.projections import is_active
 from lorakernels.modules.marks import became, bring
 from lorakernels.numerics.segments import adapters_of, check_sequences

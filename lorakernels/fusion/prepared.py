@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lorakernels.autograd.linear.projections import Projections
 from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.modules.linear.calls import rows_of_call
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
-from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.values import Dropout
 
 CallState = tuple[list[Any], list[Any]]  # objects, which are compared by identity, and numbers

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from lorakernels.modules.linear.lora import LoRALinear, rows_of_call
+from lorakernels.modules.linear.calls import rows_of_call
+from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.segments import adapters_of, cut_sequence
 
 _REPEATED = (nn.ModuleList, nn.Sequential)  # what they hold is not asked: the model is

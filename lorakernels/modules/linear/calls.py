@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from lorakernels.autograd import Adapter, Call, check_input, is_compiling, lora_linear, traced_slot
 from lorakernels.autograd.linear.adapter_rows import AdapterRows
@@ -19,6 +20,7 @@ from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
 from lorakernels.values import Weight
 
+RandomState = PhiloxState | PhiloxStates | None
 _REQUIRED = object()
 
 
@@ -48,43 +50,95 @@ def number(name: str, absent: Any = _REQUIRED) -> Any:
 def call(
     layer: Any,
     x: Tensor,
-    adapter: Adapter,
+    adapter: Adapter | None = None,
     draws: bool = False,
-    rng_state: PhiloxState | PhiloxStates | None = None,
+    rng_state: RandomState = None,
     scaling: float | None = None,
     p: float | None = None,
 ) -> Tensor:
-    """y [..., N] of a FrozenFP8Linear `layer` with `adapter`, whose A and B may be None.
+    """y [..., N] of a FrozenFP8Linear `layer`: recorded → check → draw → with its adapter.
+
+    A recorded call asks nothing again that was asked at an equal call before.
 
     Args:
         x: [..., K], not checked yet.
+        adapter: A and B, or None twice for the base alone. None is a LoRALinear's own, with its dropout.
         draws: whether a mask is drawn, from `rng_state`.
-        scaling, p: the adapter's, where they are not those of the layer.
+        scaling, p: the adapter's, where they are not the layer's.
 
     Raises:
         TypeError, ValueError, RuntimeError: `check_input` does not take x, or the weight.
     """
-    attributes = layer.__dict__
     if torch.compiler.is_compiling():
-        check_input(x, layer.held)
-        if is_compiling():
-            slot = traced_slot(rng_state, layer.handle.tensor) if draws else None
-            return layer.traced(x, adapter, slot, scaling, p)
-        training = layer.training
-        spec = attributes["_numbers"].spec(training, scaling, p)
+        return _traced(layer, x, adapter, draws, rng_state, scaling, p)
+    attributes = layer.__dict__
+    training, parameters = attributes["training"], attributes["_parameters"]
+    numbers, state = attributes["_numbers"], attributes["fp8_state"]
+    spec = numbers.specs.get((training, scaling, p)) or numbers.spec(training, scaling, p)
+    if adapter is None:
+        lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
+        if "adapter_rows" in attributes:
+            lora_A, lora_B = _factors_by_rows(layer, x)
+        draws, rng_state = training and spec.p > 0, attributes["rng_state"]
     else:
-        training = attributes["training"]
-        spec = attributes["_numbers"].spec(training, scaling, p)
-        y = _recorded(layer, x, adapter, spec, draws, rng_state)
-        if y is not None:
-            return y
-        check_input(x, layer.held)
+        lora_A, lora_B, _ = adapter
+    if layer.over is None and not torch.is_autocast_enabled():
+        tensors = (
+            parameters.get("bias"),
+            lora_A,
+            lora_B,
+            parameters["weight"],
+            attributes["_buffers"]["weight_scale_inv"],
+            None if state is None else state.forward,
+            None if state is None else state.backward,
+        )
+        recorded = found_linear(x, tensors, spec, draws)
+        if recorded is not None:
+            slot = draw_slot(rng_state, x.device) if draws else None
+            if training and state is not None:
+                state.on_training_forward(spec.column)
+            y = run_linear(recorded, tensors, spec, slot)
+            return _by_ops(layer, x, Adapter(lora_A, lora_B), spec, slot) if y is None else y
+    check_input(x, layer.held)
+    slot = draw_slot(rng_state, x.device) if draws else None
+    if state is not None:
+        state.begin(x.device, spec.column, training)
+    return _by_ops(layer, x, Adapter(lora_A, lora_B), spec, slot)
+
+
+def _by_ops(layer: Any, x: Tensor, adapter: Adapter, spec: LoRASpec, slot: Tensor | None) -> Tensor:
+    weight, numbers = weight_and_call(layer, spec, slot)
+    bias = None if layer.skip_bias_add else layer._parameters.get("bias")
+    return lora_linear(x, weight, bias, adapter, numbers)
+
+
+def _traced(
+    layer: Any,
+    x: Tensor,
+    adapter: Adapter | None,
+    draws: bool,
+    rng_state: RandomState,
+    scaling: float | None,
+    p: float | None,
+) -> Tensor:
+    """`call` while torch.compile or torch.export traces it."""
+    if adapter is None:
+        lora_A, lora_B = layer.lora_A, layer.lora_B
+        if layer.adapter_rows is not None and layer.adapter_rows.asked:
+            lora_A, lora_B = _untraced_factors(layer)
+        check_sequences(x, adapters_of(lora_A))
+        adapter = Adapter(lora_A, lora_B)
+        draws, rng_state = layer.training and layer.handle.drops, layer.rng_state
+    check_input(x, layer.held)
+    if is_compiling():
+        slot = traced_slot(rng_state, layer.handle.tensor) if draws else None
+        y: Tensor = layer.traced(x, adapter, slot, scaling, p)
+        return y
+    spec = layer.__dict__["_numbers"].spec(layer.training, scaling, p)
     slot = draw_slot(rng_state, x.device) if draws else None
     if layer.fp8_state is not None:
-        layer.fp8_state.begin(x.device, spec.column, training)
-    bias = None if layer.skip_bias_add else layer._parameters.get("bias")
-    weight, numbers = weight_and_call(layer, spec, slot)
-    return lora_linear(x, weight, bias, adapter, numbers)
+        layer.fp8_state.begin(x.device, spec.column, layer.training)
+    return _by_ops(layer, x, adapter, spec, slot)
 
 
 def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[Weight, Call]:
@@ -95,17 +149,21 @@ def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[We
     return weight, Call(spec, slot, state_x, state_dy, layer.over)
 
 
-def call_own(layer: Any, x: Tensor) -> Tensor:
-    """`call` of a LoRALinear with its own adapter, outside of traces."""
-    attributes = layer.__dict__
-    parameters, spec = attributes["_parameters"], attributes["_numbers"].own
-    lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
-    if "adapter_rows" in attributes:
-        if (rows := rows_of_call(layer)) is not None:
-            lora_A, lora_B = rows.factors(lora_A, lora_B)
-        check_sequences(x, adapters_of(lora_A))
-    draws = attributes["training"] and spec.p > 0
-    return call(layer, x, Adapter(lora_A, lora_B), draws, attributes["rng_state"])
+def _factors_by_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A and B of a layer of an AdapterBatch, of those adapters that the rows of the call have."""
+    lora_A, lora_B = layer.lora_A, layer.lora_B
+    if (rows := rows_of_call(layer)) is not None:
+        lora_A, lora_B = rows.factors(lora_A, lora_B)
+    check_sequences(x, adapters_of(lora_A))
+    return lora_A, lora_B
+
+
+@_disable_dynamo
+def _untraced_factors(layer: Any) -> tuple[Tensor, Tensor]:
+    """A and B of a call that is compiled. What backward runs is no part of the trace."""
+    rows = rows_of_call(layer)
+    factors: tuple[Tensor, Tensor] = layer.lora_A, layer.lora_B
+    return factors if rows is None else rows.factors(*factors)
 
 
 def rows_of_call(layer: Any) -> AdapterRows | None:
@@ -115,41 +173,3 @@ def rows_of_call(layer: Any) -> AdapterRows | None:
         return None
     rows: AdapterRows = calls.of(layer.lora_A.device, layer.training)
     return rows
-
-
-def _recorded(
-    layer: Any,
-    x: Tensor,
-    adapter: Adapter,
-    spec: LoRASpec,
-    draws: bool,
-    rng_state: PhiloxState | PhiloxStates | None,
-) -> Tensor | None:
-    """The call by its plan, if that took such tensors before; else None, and nothing is changed.
-
-    It asks nothing again that was asked at an equal call before.
-    """
-    if layer.over is not None or torch.is_autocast_enabled():
-        return None
-    attributes = layer.__dict__
-    parameters, state = attributes["_parameters"], attributes["fp8_state"]
-    tensors = (
-        parameters.get("bias"),
-        adapter[0],
-        adapter[1],
-        parameters["weight"],
-        attributes["_buffers"]["weight_scale_inv"],
-        None if state is None else state.forward,
-        None if state is None else state.backward,
-    )
-    plan = found_linear(x, tensors, spec, draws)
-    if plan is None:
-        return None
-    slot = draw_slot(rng_state, x.device) if draws else None
-    if state is not None and attributes["training"]:
-        state.on_training_forward(spec.column)
-    y = run_linear(plan, tensors, spec, slot)
-    if y is not None:
-        return y
-    bias, _, _, *weight, state_x, state_dy = tensors
-    return lora_linear(x, Weight(*weight), bias, adapter, Call(spec, slot, state_x, state_dy))

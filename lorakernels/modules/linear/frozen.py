@@ -26,6 +26,7 @@ from lorakernels.state.handles import Handle
 from lorakernels.values import Weight
 
 _Layer = TypeVar("_Layer", bound="FrozenFP8Linear")
+_NO_ADAPTER = Adapter()
 __all__ = ["FrozenFP8Linear", "is_sharded", "quantize_weight"]
 
 
@@ -180,7 +181,7 @@ class FrozenFP8Linear(StoredWeight):
             ValueError: x's last dimension is not K, or x is on another device.
             RuntimeError: gradients are computed, and `weight.requires_grad` is True, though the weight is frozen.
         """
-        return call(self, x, Adapter(), scaling=1.0, p=0.0)
+        return call(self, x, _NO_ADAPTER, scaling=1.0, p=0.0)
 
     def traced(
         self,

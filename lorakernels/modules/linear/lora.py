@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from lorakernels.autograd import Adapter, LoRASpec
 from lorakernels.autograd.linear.adapter_rows import CallRows
 from lorakernels.autograd.linear.plan import way_of
 from lorakernels.config import LoRAConfig
-from lorakernels.modules.linear.calls import call, call_own, number, rows_of_call
+from lorakernels.modules.linear.calls import call, number
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.initial import NAMES, Initial, initial_adapter, initial_of
 from lorakernels.modules.linear.mergeable import MergeableLinear
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.state_entries import is_apart
-from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
@@ -35,15 +33,6 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
             f"lora_A must be [R, K], found {list(lora_A.shape)}: choose one adapter by AdapterBatch.only(name)"
         )
     return scaling * (lora_B.float() @ lora_A.float())
-
-
-@_disable_dynamo
-def _traced_factors(layer: LoRALinear) -> tuple[Tensor, Tensor]:
-    """A and B of a call that is compiled. What backward runs is no part of the trace."""
-    rows = rows_of_call(layer)
-    return (
-        (layer.lora_A, layer.lora_B) if rows is None else rows.factors(layer.lora_A, layer.lora_B)
-    )
 
 
 def refuse_merged_batch(layer: LoRALinear) -> None:
@@ -264,15 +253,7 @@ class LoRALinear(MergeableLinear):
                 refuse_merged_batch(self)
                 return super().forward(x)
             return self._without_adapter(x)
-        if not torch.compiler.is_compiling():
-            return call_own(self, x)
-        factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
-        if self.adapter_rows is not None and self.adapter_rows.asked:
-            factors = _traced_factors(self)
-        check_sequences(x, adapters_of(factors[0]))
-        return call(
-            self, x, Adapter(*factors), self.training and self._handle.drops, self.rng_state
-        )
+        return call(self, x)
 
     def draw_slot(self, device: torch.device) -> Tensor:
         """The slot int64 [2] on `device` of one call's mask, of this layer's random state."""
