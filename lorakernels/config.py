@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -57,6 +57,27 @@ class MMParams:
         split = self.use_split_accumulator
         if not isinstance(split, bool):
             raise TypeError(f"MMParams.use_split_accumulator must be True or False, got {split!r}")
+
+
+class CallScaling(TypedDict, total=False):
+    """What a recipe says of one call of a linear layer, as ops are told. `of_call` of a recipe returns it.
+
+    All code that scales x or dy reads these alone, so that a recipe with other numbers is one class.
+
+    Attributes:
+        column: of x and dy in the FP8State.
+        delayed: whether scales come from the FP8State. If not, each tensor is scaled by its own amax.
+        backward_dtype: FP8 dtype of dy.
+        split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
+        power_of_two: whether the scales of blocks are powers of two; left out where x and dy have one scale each.
+    """
+
+    column: int
+    delayed: bool
+    backward_dtype: torch.dtype
+    split_fprop: bool
+    split_dgrad: bool
+    power_of_two: bool
 
 
 @dataclass(frozen=True)
@@ -143,6 +164,16 @@ class DelayedScaling:
     def backward_dtype(self) -> torch.dtype:
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
 
+    def of_call(self, column: int, training: bool) -> CallScaling:
+        """How one call scales x and dy. `column`: of the layer in its FP8State."""
+        return {
+            "column": column,
+            "delayed": training,
+            "backward_dtype": self.backward_dtype,
+            "split_fprop": self.fp8_gemm_fprop.use_split_accumulator,
+            "split_dgrad": self.fp8_gemm_dgrad.use_split_accumulator,
+        }
+
     @property
     def fp8_max_forward(self) -> float:
         return torch.finfo(self.forward_dtype).max
@@ -215,6 +246,10 @@ class BlockScaling:
     @property
     def backward_dtype(self) -> torch.dtype:
         return torch.float8_e5m2 if self.fp8_format == "HYBRID" else torch.float8_e4m3fn
+
+    def of_call(self, column: int, training: bool) -> CallScaling:
+        """How one call scales x and dy. There is no state, so that `column` and `training` change nothing."""
+        return {"backward_dtype": self.backward_dtype, "power_of_two": self.power_2_scale}
 
 
 Recipe = DelayedScaling | BlockScaling

@@ -151,10 +151,8 @@ class FusedGroup:
             if len(self._variants) >= MOST_VARIANTS:
                 self._variants.clear()
             row0, chunks = rows[0] if rows else (0, ())
-            scaling, blocks = self._scaling(adapted), self.first.block_scaling
-            spec = LoRASpec(scaling, row0=row0, chunks=chunks, blocks=blocks)
-            if state is not None:
-                spec = spec.following(state.recipe, self.first.column, training)
+            spec = LoRASpec(self._scaling(adapted), row0=row0, chunks=chunks)
+            spec = spec.following(self.first.recipe, self.first.column, training)
             ranks = tuple(m.r if is_active(m) else 0 for m in self.members)
             drop = training and any(m.lora_dropout for m in adapted)
             masks = [

@@ -39,8 +39,8 @@ def arguments(drops: bool, adapted: bool) -> tuple:
 @pytest.mark.parametrize(("drops", "adapted"), [(True, True), (False, True), (False, False)])
 def test_opcheck(drops, adapted):
     recipe = BlockScaling("HYBRID")
-    spec = LoRASpec(scaling=2.0, p=0.3 if drops else 0.0, site=1, blocks=recipe)
-    handle = Handle(Numbers("it", None, spec), drops, torch.device("cpu"))
+    spec = LoRASpec(scaling=2.0, p=0.3 if drops else 0.0, site=1)
+    handle = Handle(Numbers("it", recipe, None, 0, spec), drops, torch.device("cpu"))
     op = torch.ops.lorakernels.lora_linear_forward.default
     torch.library.opcheck(op, (*arguments(drops, adapted), handle.tensor, True))
 

@@ -340,7 +340,7 @@ def test_the_recipe_says_how_the_gemms_add_up(fprop: bool) -> None:
     ("name", "dy"), [("E4M3", torch.float8_e4m3fn), ("HYBRID", torch.float8_e5m2)]
 )
 def test_a_spec_has_what_ops_are_asked_for_by_a_recipe_of_blocks(name, dy, power):
-    spec = LoRASpec(2.0, blocks=BlockScaling(name, power))
+    spec = LoRASpec(2.0).following(BlockScaling(name, power), 0, True)
     assert (spec.backward_dtype, spec.power_of_two) == (dy, power)
     assert spec.numbers.spec == spec and LoRASpec(2.0).power_of_two is None
 

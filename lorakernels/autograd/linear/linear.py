@@ -40,7 +40,6 @@ from lorakernels.autograd.linear.projections import (
     Needs,
     Projections,
 )
-from lorakernels.config import BlockScaling
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.segments import adapters_of, rows_times
 from lorakernels.ops.quantize_grad import hands_mask_over
@@ -79,23 +78,23 @@ def quantize_down(
         scaling = to.scaling_x(x)
         x8, scale_inv, s = run(ops.quantize_lora_down, x, lora_A, scaling, mask, power)
         operand = Scaled(x8, scale_inv) if to.in_fp8 else operand
-    operand = quantize_in_blocks(operand, to.spec.blocks, run=run)
+    operand = quantize_in_blocks(operand, to.spec.power_of_two, run=run)
     return operand, s if one and to.adapted else lora_down(x, to)
 
 
 def quantize_in_blocks(
     x: Scaled,
-    blocks: BlockScaling | None,
+    power_of_two: bool | None,
     fp8_dtype: torch.dtype = E4M3,
     run: Run = through_dispatcher,
 ) -> Scaled:
-    """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], by the recipe `blocks`; x itself without one, or if it has scales.
+    """x8 [M, K] with a scale_inv fp32 [⌈K/128⌉, M], as the recipe's `power_of_two` says.
 
-    It may be traced.
+    It is x itself if that is None, or if x has scales. It may be traced.
     """
-    if blocks is None or x.scale_inv is not None:
+    if power_of_two is None or x.scale_inv is not None:
         return x
-    return Scaled(*run(ops.quantize_blocks, x.data, fp8_dtype, blocks.power_2_scale))
+    return Scaled(*run(ops.quantize_blocks, x.data, fp8_dtype, power_of_two))
 
 
 def project(
@@ -110,7 +109,7 @@ def project(
     """y [M, ΣN] = x Wᵀ + bias + scaling · s Bᵀ + residual. `stacked_B` is the first result of `stack_B`."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
-    x, split = quantize_in_blocks(operand, to.spec.blocks, run=run), to.spec.split_fprop
+    x, split = quantize_in_blocks(operand, to.spec.power_of_two, run=run), to.spec.split_fprop
     side = to.diagonal
     y: Tensor = run(ops.fp8_linear_lora, x, weight, to.bias, up, out_dtype, split, residual, side)
     return y
@@ -240,7 +239,7 @@ def grad_x(
     if several and ds is not None and lora_A is not None:
         d, a = to.parts(ds, -1)[0].contiguous(), to.parts(lora_A)[0].contiguous()
     fp8_dtype, split = to.spec.backward_dtype, to.spec.split_dgrad
-    dy8 = quantize_in_blocks(dy8, to.spec.blocks, fp8_dtype, run)
+    dy8 = quantize_in_blocks(dy8, to.spec.power_of_two, fp8_dtype, run)
     dx: Tensor = run(ops.fp8_grad_input, dy8, fp8_dtype, to.grad_weight, d, a, mask, dtype, split)
     if several and ds is not None and lora_A is not None:
         rest = zip(to.parts(ds, -1)[1:], to.parts(lora_A)[1:], to.masks[1:], strict=True)

@@ -21,7 +21,7 @@ def lora_linear(
         x: [..., K] fp32, bf16 or fp16, any strides, which `check_input` has taken. Under autocast it is cast to the
             autocast dtype first.
         weight: [N, K], e4m3 (or its bytes, uint8) with a scale_inv [1], or of a plain dtype without. With
-            `call.spec.blocks` the scale_inv is [⌈N/128⌉, ⌈K/128⌉].
+            `call.spec.power_of_two` the scale_inv is [⌈N/128⌉, ⌈K/128⌉].
         bias: [N] or None.
         adapter: A and B, fp32, bf16 or fp16; both or neither.
         call: the numbers of this call, its random slot and its FP8 state.

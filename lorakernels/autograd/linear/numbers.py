@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.config import Recipe
 from lorakernels.state.fp8 import FP8State
 
 MOST_SPECS = 16  # that a layer remembers
@@ -19,16 +20,18 @@ class Numbers:
 
     Attributes:
         name: the layer's name.
-        state: its FP8State; None over a plain base and under BlockScaling.
+        recipe: what x and dy follow; None over a plain base.
+        state: the layer's FP8State, and `column` its place there; None where the recipe has no state.
         own: the LoRASpec of the layer's own adapter in evaluation. A layer without one has scaling 1 and p 0.
         specs: {the arguments of `spec`: what it returned}.
         made: {name of an op: what calls of it by a plan depend on} (autograd/compiled/call.py).
     """
 
-    def __init__(self, name: str, state: FP8State | None, own: LoRASpec, column: int = 0) -> None:
-        if state is not None:
-            own = own.following(state.recipe, column, False)
-        self.name, self.state, self.own = name, state, own
+    def __init__(
+        self, name: str, recipe: Recipe | None, state: FP8State | None, column: int, own: LoRASpec
+    ) -> None:
+        self.name, self.recipe, self.state, self.column = name, recipe, state, column
+        self.own = own.following(recipe, column, False)
         self.specs: dict[tuple[bool, float | None, float | None], LoRASpec] = {}
         self.made: dict[str, tuple[Any, ...]] = {}
 
@@ -40,12 +43,9 @@ class Numbers:
         return self._made(training, scaling, p) if spec is None else spec
 
     def _made(self, training: bool, scaling: float | None, p: float | None) -> LoRASpec:
-        spec = replace(
-            self.own,
-            scaling=self.own.scaling if scaling is None else scaling,
-            p=self.own.p if p is None else p,
-            delayed=training and self.state is not None,
-        )
+        changes: dict[str, Any] = {"scaling": scaling, "p": p}
+        spec = replace(self.own, **{k: v for k, v in changes.items() if v is not None})
+        spec = spec.following(self.recipe, self.column, training)
         if not torch.compiler.is_compiling():  # an export takes it for a side effect
             if len(self.specs) >= MOST_SPECS:
                 self.specs.clear()

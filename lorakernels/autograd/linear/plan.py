@@ -163,7 +163,7 @@ def _ask(tensors: LinearTensors, numbers: SharedSpec) -> Kind | None:
     bias, lora_A, lora_B, data, scale_inv, state, _ = tensors
     if scale_inv is None or data is None or not are_plain(*tensors):
         return None
-    if state is None and numbers.spec.blocks is None:
+    if state is None and numbers.spec.power_of_two is None:
         return None
     parameters = (bias, lora_A, lora_B)
     forms = tuple([None if t is None else (t.shape, t.dtype) for t in parameters])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.config import BlockScaling, DelayedScaling
+from lorakernels.config import Recipe
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.recorded.shared import shared
 from lorakernels.values import Dropout, Scaling
@@ -20,19 +20,16 @@ from lorakernels.values import Dropout, Scaling
 class LoRASpec:
     """What one call needs besides tensors.
 
-    A recipe becomes arguments of ops here alone: `of_state` has the scale of a whole tensor, `power_of_two` how each
-    block is scaled, and both are None over a plain base. `backward_dtype` and the `split_…` are as the recipe has them.
+    A recipe becomes arguments of ops here alone, by `following`: `of_state` has the scale of a whole tensor, and
+    `power_of_two` says how each block is scaled. Both are None over a plain base.
 
     Attributes:
         scaling: factor of B A.
         p: dropout probability, in [0, 1).
         site: the layer's dropout stream.
         row0, chunks, col0: where x[0, 0], and its rows, lie in the tensor that the mask is drawn for.
-        column: the layer's column in its FP8State.
-        delayed: whether the layer follows its FP8State. If not, each tensor is scaled by its own amax.
-        backward_dtype: FP8 dtype of dy.
-        split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
-        blocks: the recipe of a base with a scale for each block, which decides `backward_dtype`; None over any other.
+        column, delayed, backward_dtype, split_fprop, split_dgrad: as of `config.CallScaling`.
+        power_of_two: likewise; None where x and dy have no blocks.
         memo: where others keep what they know of this layer, each under a name of its own, such as `Known`.
     """
 
@@ -47,28 +44,12 @@ class LoRASpec:
     backward_dtype: torch.dtype = torch.float8_e5m2
     split_fprop: bool = False
     split_dgrad: bool = True
-    blocks: BlockScaling | None = None
+    power_of_two: bool | None = None
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.blocks is not None:
-            object.__setattr__(self, "backward_dtype", self.blocks.backward_dtype)
-
-    @property
-    def power_of_two(self) -> bool | None:
-        """Whether the scales of blocks are powers of two, as ops are told; None where x and dy have no blocks."""
-        return None if self.blocks is None else self.blocks.power_2_scale
-
-    def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:
-        """A copy for an FP8 base that follows `recipe`."""
-        return replace(
-            self,
-            column=column,
-            delayed=delayed,
-            backward_dtype=recipe.backward_dtype,
-            split_fprop=recipe.fp8_gemm_fprop.use_split_accumulator,
-            split_dgrad=recipe.fp8_gemm_dgrad.use_split_accumulator,
-        )
+    def following(self, recipe: Recipe | None, column: int, training: bool) -> LoRASpec:
+        """A copy for a base that follows `recipe`; itself over a plain one."""
+        return self if recipe is None else replace(self, **recipe.of_call(column, training))
 
     @cached_property
     def numbers(self) -> SharedSpec:

@@ -198,7 +198,7 @@ class FrozenFP8Linear(StoredWeight):
 
     def _own_spec(self) -> LoRASpec:
         """The numbers of the layer's own adapter. Without one there is nothing to scale or to drop."""
-        return LoRASpec(blocks=self.block_scaling)
+        return LoRASpec()
 
     @property
     def handle(self) -> Handle:
@@ -209,7 +209,7 @@ class FrozenFP8Linear(StoredWeight):
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
-        numbers = Numbers(self.name, self.fp8_state, self._own_spec(), self.column)
+        numbers = Numbers(self.name, self.recipe, self.fp8_state, self.column, self._own_spec())
         self._numbers, self._handle = numbers, Handle(numbers, numbers.own.p > 0, weight.device)
 
     def weight_moved(self) -> None:

@@ -236,7 +236,7 @@ class LoRALinear(MergeableLinear):
         values = vars(self)  # while the layer is constructed, some are missing
         numbers = {"scaling": "scaling", "p": "lora_dropout", "site": "site", "row0": "row0"}
         given = {field: values[name] for field, name in numbers.items() if name in values}
-        return LoRASpec(**given, chunks=self.chunks, blocks=self.block_scaling)
+        return LoRASpec(**given, chunks=self.chunks)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.

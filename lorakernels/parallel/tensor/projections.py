@@ -204,7 +204,7 @@ class Split:
             return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
 
         if self.by == "row" or needs.x:  # of a row bytes are sent
-            dy8 = linear.quantize_in_blocks(dy8, to.spec.blocks, to.spec.backward_dtype)
+            dy8 = linear.quantize_in_blocks(dy8, to.spec.power_of_two, to.spec.backward_dtype)
         if self.by == "row":
             rows = dy.shape[0]
             here = drawn(self.placed(to, rows), rows * self.spread)
