@@ -311,7 +311,7 @@ def parallelize(
         TypeError: the model has no config of transformers.
         RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
-            ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
+            ranks' models, FP8 scales, random states or arguments differ, a layer is merged or sharded, or
             fused with offloaded activations or FP8 attention, a parameter outside of the split layers trains, or
             `context_parallel` has seen the model. All ranks raise, and nothing is changed.
         torch.OutOfMemoryError: this rank's GPU is full, and so the model is lost. The others raise a ValueError.
