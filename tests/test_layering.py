@@ -206,8 +206,8 @@ def test_the_check_of_circles(line: str, found: list[str]) -> None:
     [
         (
             "parallel/base/x.py",
-            "def f():\n    from lorakernels.parallel.tensor.split import Cut",
-            ["lorakernels.parallel.tensor.split.Cut"],
+            "def f():\n    from lorakernels.parallel.tensor.split import LayerCut",
+            ["lorakernels.parallel.tensor.split.LayerCut"],
         ),
         (
             "parallel/ranks/x.py",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' `generate` with one CUDA graph for a token: the host launches once what took it thousands of calls.
+"""transformers' `generate` with one CUDA graph for a token: the host makes one launch instead of thousands.
 
     with graphed_generation(model):
         model.generate(ids, max_new_tokens=200, cache_implementation="static")
 
 transformers' static cache keeps keys and values in place, and their number in a tensor. So the forward of a token
-differs from that of the token before in the values of tensors alone. Each `generate` makes a cache, and has a graph of
-its own. The prompt and the first token after it run eagerly, and the second token is captured.
+differs from the previous one in the values of tensors alone. Each `generate` makes a cache, and has a graph of its
+own. The prompt and the first token after it run eagerly, and the second token is captured.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _IDLE = (
 def graphed_generation(model: Any) -> Iterator[None]:
     """Within, `model.generate` replays a CUDA graph for each token but the first two of a call.
 
-    It takes causal models of transformers on one GPU, ours and others, also inside of PEFT's. Other calls, without a
-    cache or with gradients, run as before. A graph has the kernels of the same call without it. Its result is written
-    over by the next token's; `generate` keeps copies.
+    It takes causal models of transformers on one GPU, with layers of ours or without, also inside of a PeftModel. Other
+    calls, without a cache or with gradients, run as before. A graph has the kernels of the same call without it. The
+    next token overwrites its result; `generate` keeps copies.
 
     Args:
         model: a causal model of transformers in evaluation, or PEFT's model around one.
@@ -42,7 +42,7 @@ def graphed_generation(model: Any) -> Iterator[None]:
     Raises:
         ValueError: at entry, the model is in training mode, not on a GPU, or a module has a forward hook, which replays
             would not run. In `generate`, the cache is not static, or counts its tokens on the host, or hidden states or
-            attentions are asked for.
+            attentions are requested.
         RuntimeError: in `generate`, a token's call differs from the captured one in more than values, or the cache's
             tensors were replaced, as beam search does.
     """
@@ -98,7 +98,7 @@ class _TokenGraph:
             return self.forward(*args, **options)
         is_token = ids is not None and ids.shape[1] == 1
         if cache is not self.cache or not is_token:
-            # a prompt: adapters may be others since the last one
+            # a prompt: adapters may have changed since the last one
             _check_cache(cache)
             self._forget(cache)
         if not is_token or not self.is_warm:
@@ -177,8 +177,8 @@ def _addresses(cache: Any) -> list[int]:
             tensor = getattr(layer, name, None)
             if not isinstance(tensor, Tensor):
                 raise ValueError(
-                    f"the cache must have its {name} in a tensor, found {tensor!r}: of this transformers' static cache "
-                    "no token can be captured"
+                    f"the cache must have its {name} in a tensor, found {tensor!r}: no token can be captured with "
+                    "the static cache of this transformers"
                 )
             addresses.append(tensor.data_ptr())
     return addresses

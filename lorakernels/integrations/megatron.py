@@ -3,8 +3,8 @@
 
     spec.submodules.linear_proj = ModuleSpec(module=RowParallelLinear, params={"lora": LoRAConfig(r=16)})
 
-The base is frozen, in FP8 if the LoRAConfig has a recipe, and the adapter trains. Parts of the adapter carry the
-attributes by which Megatron's clipping counts them on every rank, and what all ranks hold on one.
+The base is frozen, in FP8 if the LoRAConfig has a recipe, and the adapter trains. Attributes of parameters
+tell Megatron's clipping to count parts of the adapter on every rank, and whole factors on one.
 """
 
 from __future__ import annotations

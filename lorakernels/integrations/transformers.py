@@ -60,8 +60,8 @@ def convert_fp8_model(
     BlockScaling there is no state, and the layers keep their bytes and scales.
 
     Raises:
-        ValueError: there is no FP8Linear, its scales do not fit its weight, a value is not finite, or a BlockScaling
-            is asked for where blocks are not 128 × 128.
+        ValueError: there is no FP8Linear, its scales do not fit its weight, a value is not finite, or `fp8` is a
+            BlockScaling where blocks are not 128 × 128.
         TypeError: a layer holds FP8 or FP4 in another way, or `fp8` is neither a DelayedScaling nor a BlockScaling.
 
     Nothing is changed before all layers are checked, and an exception in the middle leaves the model as it was.

@@ -20,9 +20,9 @@ from lorakernels.state.philox import PhiloxState, PhiloxStates
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Train and evaluate inside, on any data; afterwards everything is as it was, bit for bit.
 
-    That is trained values, gradients, buffers, modes, the optimizer's state, FP8 scales and histories, the adapters'
-    random states, and torch's generators on the CPU and on the model's GPUs. Tensors keep their addresses. Synthetic
-    data leave the position in real data alone, too. Over ranks all of them rehearse, with equal steps.
+    This covers trained values, gradients, buffers, modes, the optimizer's state, FP8 scales and histories, the
+    adapters' random states, and torch's generators on the CPU and on the model's GPUs. Tensors keep their addresses.
+    Synthetic data leave the position in real data alone, too. Over ranks all of them rehearse, with equal steps.
 
         with rehearsal(model, optimizer):
             for _ in range(2):

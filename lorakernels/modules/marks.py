@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lorakernels.modules.model.trained_parts import Originals
     from lorakernels.parallel.context.attention import ContextAttention
     from lorakernels.parallel.context.share import ContextParallel
-    from lorakernels.parallel.pipeline.cut import Cut
+    from lorakernels.parallel.pipeline.cut import PipelineCut
     from lorakernels.parallel.pipeline.run import PipelineParallel
     from lorakernels.parallel.ranks.group import Ranks
     from lorakernels.parallel.tensor.split import LoadedParts
@@ -71,7 +71,7 @@ class Became:
     rows_over_ranks: bool = False
     context_attention: ContextAttention | None = None
     context_parallel: ContextParallel | None = None
-    pipeline_cut: Cut | None = None
+    pipeline_cut: PipelineCut | None = None
     pipeline_parallel: PipelineParallel | None = None
     originals: Originals | None = None
     saved: bool = False

@@ -143,9 +143,9 @@ def without_a_microbatch() -> Any:
     """The gradient of one microbatch is lost in the last stage."""
     right = stages.Stage.forward
 
-    def wrong(self: stages.Stage, x: Tensor, at: Tensor) -> Tensor:
-        found = right(self, x, at)
-        return found * 0.0 if self.is_last and int(at) == 2 else found
+    def wrong(self: stages.Stage, x: Tensor, microbatch: Tensor) -> Tensor:
+        found = right(self, x, microbatch)
+        return found * 0.0 if self.is_last and int(microbatch) == 2 else found
 
     return patch.object(stages.Stage, "forward", wrong)
 
@@ -313,9 +313,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
         "compiled": "ValueError: model.layers.1 is compiled: stages run eagerly",
         "dropout": "ValueError: model.layers.1.mlp.drop is Dropout(p=0.1",
         "attention": "ValueError: model.layers.0 has self_attn.attention_dropout = 0.1",
-        "generator": "has dropout, whose masks are those of one process with a PhiloxState alone",
+        "generator": "has dropout, which draws the masks of one process only with a PhiloxState",
         "norm": "ValueError: model.norm.weight trains",
-        "dtypes": "ValueError: model.layers.0 has norms of torch.float32 behind an embedding of torch.bfloat16",
+        "dtypes": "ValueError: model.layers.0 has norms of torch.float32 after an embedding of torch.bfloat16",
         "several adapters": "microbatches would cut the rows of several adapters apart",
         "nothing to train": "ValueError: rank 1 would have no parameter that trains",
         "shared": "call pipeline_parallel first, then context_parallel",

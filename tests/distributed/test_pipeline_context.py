@@ -322,7 +322,7 @@ def refusals(rank: int, device: torch.device) -> dict[str, str]:
 
 def test_what_does_not_fit_is_refused_on_all_ranks() -> None:
     expected = {
-        "order": "ValueError: the model's rows are shared by context_parallel: call pipeline_parallel first",
+        "order": "since context_parallel (and 38 more): call pipeline_parallel first, then context_parallel",
         "the same ranks": "has stages on these ranks already: rows over ranks need a dimension of their own",
         "a window in one stage": "model.layers.3 has a sliding window of 8",
         "loss": "RuntimeError: the model was cut into stages: call PipelineParallel.forward_backward",

@@ -206,7 +206,7 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "chunks": "chunks must be a positive integer, found 0",
         "layers": "4 decoder layers cannot make 6 stages",
         "saved": "trains: outside of the decoder layers",
-        "dropout": "with a PhiloxState alone",
+        "dropout": "only with a PhiloxState",
         "other chunks": "2, 1 stages a rank, found rank",
         "forward": "is on rank",
         "one rank alone": "load_quantized(stages=…)",

@@ -350,9 +350,9 @@ def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:
         "rows left whole": "vocabulary must be True, as for load_quantized(tp=…)",
         "other plan": "plan must be the one that load_quantized(tp=…) was given",
         "other mesh": "mesh must be the one that load_quantized(tp=…) was given",
-        "one rank alone": "the ways in which they were loaded differ",
+        "one rank alone": "the ways of loading them differ",
         "fused": "call parallelize before it runs",
-        "again": "is fused and split over ranks already",
+        "again": "is split over tensor-parallel ranks (and 13 more): call parallelize once",
     }
     for rank, found in enumerate(on_ranks(refusals, 2, "gloo", tmp_path)):
         assert found.keys() == said.keys()

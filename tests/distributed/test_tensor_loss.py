@@ -20,7 +20,7 @@ from tests.distributed.tensor_models import Way, batch, make
 from tests.processes import on_ranks
 
 pytestmark = pytest.mark.slow
-FORM = "all ranks must compute the loss of arguments of one form, found by rank ["
+FORM = "all ranks must pass arguments of equal shapes and dtypes, found by rank ["
 OTHER = "all ranks that have parts of its layers must have equal rows, found other values of {} on rank 1 than"
 SAID = {
     "short labels": "labels must be int64 [2, 12] on cpu as the rows [B, S], found int64 [2, 11] on cpu",

@@ -174,8 +174,11 @@ def refusals(rank: int, device: torch.device) -> list[str]:
 
 def test_what_split_fused_layers_refuse() -> None:
     for said in on_ranks(refusals, 2, "gloo"):
-        assert "ranks hold the fused layers together" in said[0]
-        assert "is fused and split over ranks already" in said[1]
+        assert (
+            "is split over tensor-parallel ranks (and 13 more): unfuse needs the whole layer"
+            in said[0]
+        )
+        assert "is split over tensor-parallel ranks (and 13 more): call parallelize once" in said[1]
         assert "call parallelize with sequence_parallel=False" in said[2]
         assert "found torch.float16" in said[3]
 

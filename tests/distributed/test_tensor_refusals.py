@@ -342,7 +342,10 @@ def test_authors_layers_refuse(results: Any, what: str, said: str) -> None:
     [
         ("odd", "the vocabulary must be a multiple of the 2 ranks, found 65"),
         ("hooked", "vocabulary=True replaces the Embedding, which has hooks"),
-        ("saved", "vocabulary=True replaces the Linear, which keeps what it had before training"),
+        (
+            "saved",
+            "vocabulary=True replaces the Linear, which keeps its values from before training",
+        ),
         ("plan", "vocabulary=True needs a model of transformers"),
         ("loss", "loss needs a split head"),
         (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora
-from lorakernels.parallel.tensor.check import check, found_in
+from lorakernels.parallel.tensor.check import check, targets_in
 from lorakernels.parallel.tensor.layers import ColumnLoRA, cut
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ def cut_in_two(model: Any) -> None:
 
 
 def split_in_two(model: Any) -> None:
-    check(model, found_in(model), SimpleNamespace(size=2))
+    check(model, targets_in(model), SimpleNamespace(size=2))
 
 
 @pytest.mark.parametrize(

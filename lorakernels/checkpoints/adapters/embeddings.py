@@ -24,7 +24,7 @@ from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.initial import initial_of
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.parallel.tensor.layers import Part
-from lorakernels.parallel.tensor.whole import Place
+from lorakernels.parallel.tensor.whole import PartPlace
 
 _NAMES = ("weight", "bias")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ def take_embeddings(
 
 
 def check_embeddings(
-    model: nn.Module, values: Mapping[str, Tensor], place_of: Mapping[int, Place]
+    model: nn.Module, values: Mapping[str, Tensor], place_of: Mapping[int, PartPlace]
 ) -> None:
     """Raise ValueError if one of `values`, which `take_embeddings` found, has no place in `model`."""
     modules = embeddings(model)

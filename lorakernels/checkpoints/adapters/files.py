@@ -61,7 +61,7 @@ from lorakernels.modules.model.undo import all_or_nothing
 from lorakernels.modules.order import refuse
 from lorakernels.parallel import ContextParallel, PipelineParallel
 from lorakernels.parallel.ranks import comm
-from lorakernels.parallel.tensor.whole import Place, check_alike, group_of, places
+from lorakernels.parallel.tensor.whole import PartPlace, check_alike, group_of, places
 from lorakernels.peft_config import TASK_TYPES
 
 
@@ -338,7 +338,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def _whole(tensor: Tensor, place: Place | None) -> Tensor:
+def _whole(tensor: Tensor, place: PartPlace | None) -> Tensor:
     """A full copy of the tensor on the CPU.
 
     The copy has its own memory because layers may share memory, and safetensors refuses to write shared memory.
@@ -348,9 +348,9 @@ def _whole(tensor: Tensor, place: Place | None) -> Tensor:
     return full.detach().to("cpu", copy=True).contiguous()
 
 
-def _like(value: Tensor, parameter: Tensor, place: Place | None) -> Tensor:
+def _like(value: Tensor, parameter: Tensor, place: PartPlace | None) -> Tensor:
     if place is not None:
-        return place.own(value)
+        return place.part(value)
     if not is_sharded(parameter):
         return value
     from torch.distributed.tensor import distribute_tensor

@@ -14,7 +14,7 @@ from torch import nn
 
 from lorakernels.checkpoints.loading.stand_ins import StandIns
 from lorakernels.parallel.pipeline.check import check, check_ranks, places_of
-from lorakernels.parallel.pipeline.cut import Cut, stages_of
+from lorakernels.parallel.pipeline.cut import PipelineCut, stages_of
 from lorakernels.parallel.ranks.group import Ranks
 
 
@@ -58,7 +58,7 @@ class OtherStages:
     def __init__(self, model: nn.Module, stages: StageMesh, device: torch.device) -> None:
         ranks = Ranks(stages.mesh.get_group())
         places = places_of(model)
-        self.cut = Cut(ranks, places, stages_of(places, ranks.size, stages.chunks))
+        self.cut = PipelineCut(ranks, places, stages_of(places, ranks.size, stages.chunks))
         self.inside = tuple(f"{path}." for path in self.cut.elsewhere())
         self.stand_ins = StandIns(device)
 

@@ -26,7 +26,7 @@ from lorakernels.modules.model.convert import dequantize, held_weight
 from lorakernels.parallel.base.shard import check_mesh
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks
-from lorakernels.parallel.tensor.check import check_sizes, check_vocabulary, found_by, found_in
+from lorakernels.parallel.tensor.check import check_sizes, check_vocabulary, targets_by, targets_in
 from lorakernels.parallel.tensor.layers import KINDS, why_not_blocks
 from lorakernels.parallel.tensor.split import LoadedParts, split_linear, split_vocabulary
 from lorakernels.values import Weight
@@ -85,11 +85,11 @@ class TensorParts:
         places: tuple[torch.device, Any],
     ) -> None:
         self.ranks, self._plan, (device, self._group) = Ranks(split.mesh.get_group()), plan, places
-        layers = found_in(model) if split.plan is None else found_by(model, split.plan)
-        check_sizes(model, layers, self.ranks.size)
+        targets = targets_in(model) if split.plan is None else targets_by(model, split.plan)
+        check_sizes(model, targets, self.ranks.size)
         if split.vocabulary:
-            check_vocabulary(model, layers, self.ranks)
-        self._cuts, self._recipe, self._stand_ins = layers.cuts, recipe, StandIns(device)
+            check_vocabulary(model, targets, self.ranks)
+        self._cuts, self._recipe, self._stand_ins = targets.cuts, recipe, StandIns(device)
         self._read: dict[str, Weight] = {}
         self._parts = {f"{path}.weight": self._part(model, path) for path in self._cuts}
         self._tokens = self._rows_of_tokens(model) if split.vocabulary else {}

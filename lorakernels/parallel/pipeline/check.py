@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `pipeline_parallel` finds in a model and refuses, before anything is changed."""
+"""Where `pipeline_parallel` cuts a model, and the models that it refuses, before anything is changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lorakernels.state.philox import PhiloxState
 
 
 def places_of(model: Any) -> Places:
-    """Where a causal language model of transformers has what is cut.
+    """The paths of the modules at which a causal language model of transformers is cut.
 
     Raises:
         TypeError: it has no config of transformers, or no head.
@@ -60,7 +60,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def check(model: nn.Module, places: Places) -> None:
-    """Refuse what cannot run as stages, of a whole model or of a rank's part.
+    """Refuse a whole model, or a rank's part of one, that cannot run as stages.
 
     Raises:
         ValueError: the message names the module and why.
@@ -87,12 +87,12 @@ def check(model: nn.Module, places: Places) -> None:
 def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
     spec = spec_of(layer)
     if (dropout := spec.drops(layer)) is not None:
-        yield f"has {dropout}, whose masks cannot be those of one process: set it to 0"
+        yield f"has {dropout}, which would not draw the masks of one process: set it to 0"
     dtype = dtype_of(layer)
     if embedding is not None and dtype != embedding.dtype:
-        yield f"has norms of {dtype} behind an embedding of {embedding.dtype}: they must be equal"
+        yield f"has norms of {dtype} after an embedding of {embedding.dtype}: they must be equal"
     if "forward" in vars(layer):
-        yield "has a forward of its own, set on the instance, which stages do not take: remove it"
+        yield "has a forward set on the instance, which stages do not support: remove it"
     if isinstance(layer, FusedDecoderLayer) and parts_of(layer).offload is not None:
         yield "keeps activations in host memory: fuse without offload_activations"
     if any(p.is_meta for p in layer.parameters()):
@@ -102,19 +102,17 @@ def _objections(layer: nn.Module, embedding: Any) -> Iterator[str]:
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
-    """Of a decoder layer's first norm, which is that of what stages send each other."""
+    """The dtype of a decoder layer's first norm, and of the hidden states that stages send."""
     return layer.get_parameter(f"{spec_of(layer).all_norms[0]}.weight").dtype
 
 
 def _objection(module: nn.Module) -> str:
     if isinstance(module, nn.Dropout) and module.p:
-        return (
-            f"is {module}, whose masks cannot be those of one process: set lora_dropout, or p = 0"
-        )
+        return f"is {module}, which would not draw the masks of one process: set lora_dropout, or p = 0"
     drops = isinstance(module, LoRALinear) and module.lora_dropout
     if drops and not isinstance(module.rng_state, PhiloxState):
         return (
-            "has dropout, whose masks are those of one process with a PhiloxState alone: "
+            "has dropout, which draws the masks of one process only with a PhiloxState: "
             f"apply_lora(rng_state=PhiloxState(seed, device)), found {type(module.rng_state).__name__}"
         )
     return ""
@@ -124,17 +122,17 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
     """Refuse what a layer has become since it was cut. A GraphManager may record and replay it.
 
     Args:
-        path, layer: where and what it is.
-        offsets: the state by whose offset microbatches differ, or None.
-        placed: whether a capture of the layer drew as its stage does.
+        path, layer: the layer, and its path in the model.
+        offsets: the random state whose offset differs between microbatches, or None.
+        placed: whether the layer was captured with the random state that its stage has.
 
     Raises:
         RuntimeError: the layer is compiled or has another forward, or it has dropout and is managed without `offsets`,
             checkpointed by torch with them, or captured without being placed.
     """
-    own = vars(layer).get("forward")
-    other = own is not None and not type(own).__module__.startswith(GRAPHS)
-    if _is_compiled(layer) or other:
+    forward = vars(layer).get("forward")
+    replaced = forward is not None and not type(forward).__module__.startswith(GRAPHS)
+    if _is_compiled(layer) or replaced:
         raise RuntimeError(
             f"{path} is compiled since it was cut: stages run eagerly, or by GraphManager"
         )
@@ -142,7 +140,7 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
         return
     if offsets is not None and getattr(layer, "gradient_checkpointing", False):
         raise RuntimeError(
-            f"{path} has dropout and gradient checkpointing, whose recomputation would not have the offset of its "
+            f"{path} has dropout and gradient checkpointing, and a recomputation would not have the offset of its "
             "microbatch: leave pipeline.offsets None, or fuse with save='checkpoint' instead"
         )
     if not managed_by_graphs(layer):
@@ -152,7 +150,7 @@ def check_running(path: str, layer: nn.Module, offsets: PhiloxState | None, plac
             f"{path} has dropout and is managed by lorakernels.graphs, but pipeline.offsets is None: set it to the "
             "layers' PhiloxState, by which microbatches then differ, or set lora_dropout=0, or leave the graphs out"
         )
-    if own is not None and not placed:
+    if forward is not None and not placed:
         raise RuntimeError(
             f"{path} has dropout and was captured without rng_states=pipeline.rng_states of GraphManager: its replays "
             "would not draw the masks of one process"
@@ -173,7 +171,7 @@ def slots_of(layer: nn.Module) -> int:
 
 
 def fingerprint(model: nn.Module, values: bool) -> dict[str, Any]:
-    """What must be equal on all ranks before the model is cut, by what it is called in a message.
+    """{name for error messages: value} of everything that must be equal on all ranks before the model is cut.
 
     Args:
         model: with all its modules.
@@ -192,10 +190,10 @@ def fingerprint(model: nn.Module, values: bool) -> dict[str, Any]:
 
 
 def generators(model: nn.Module) -> dict[str, Any]:
-    """The random states from which masks draw, by what they are called in a message."""
-    found: dict[str, Any] = {"torch's CPU generator": torch.get_rng_state().tolist()}
+    """{name for error messages: state} of the random states from which masks draw."""
+    drawn_from: dict[str, Any] = {"torch's CPU generator": torch.get_rng_state().tolist()}
     states = {id(s): s for m in model.modules() if (s := getattr(m, "rng_state", None)) is not None}
-    return found | {
+    return drawn_from | {
         f"PhiloxState {i}": s.tensor.tolist()
         for i, s in enumerate(states.values())
         if isinstance(s, PhiloxState)
@@ -213,7 +211,7 @@ def check_numbers(microbatches: int, chunks: int, ranks: int) -> None:
             raise ValueError(f"{name} must be a positive integer, found {value!r}")
     if microbatches < ranks:
         raise ValueError(f"microbatches must be at least the {ranks} ranks, found {microbatches}")
-    rounds = microbatches // ranks  # what torch's interleaved schedule runs at a time
+    rounds = microbatches // ranks  # microbatches that torch's interleaved schedule runs at a time
     if chunks > 1 and microbatches % rounds:
         raise ValueError(
             f"microbatches must be a multiple of {rounds} for {chunks} chunks over {ranks} ranks, found {microbatches}"
@@ -227,27 +225,27 @@ def check_ranks(model: nn.Module, stages: list[list[str]], ranks: int) -> None:
         ValueError: it names the rank.
     """
     for rank in range(ranks):
-        own = [model.get_submodule(path) for part in stages[rank::ranks] for path in part]
-        if not any(p.requires_grad for layer in own for p in layer.parameters()):
+        layers = [model.get_submodule(path) for part in stages[rank::ranks] for path in part]
+        if not any(p.requires_grad for layer in layers for p in layer.parameters()):
             raise ValueError(
                 f"rank {rank} would have no parameter that trains: take fewer ranks, or adapters on more layers"
             )
 
 
-def slots_of_stage(model: nn.Module, own: list[str]) -> int:
+def slots_of_stage(model: nn.Module, paths: list[str]) -> int:
     """How many slots a stage of these layers draws for a microbatch."""
-    return sum(slots_of(model.get_submodule(path)) for path in own)
+    return sum(slots_of(model.get_submodule(path)) for path in paths)
 
 
-def slots_before(model: nn.Module, slots: list[int], own: Iterable[Stage]) -> dict[str, int]:
+def slots_before(model: nn.Module, slots: list[int], stages: Iterable[Stage]) -> dict[str, int]:
     """{path: how many slots a microbatch draws before that layer} of this rank's layers. `slots`: of each stage."""
-    found: dict[str, int] = {}
-    for stage in own:
+    before: dict[str, int] = {}
+    for stage in stages:
         count = sum(slots[: stage.index])
-        for path in stage.own:
-            found[path] = count
+        for path in stage.paths:
+            before[path] = count
             count += slots_of_stage(model, [path])
-    return found
+    return before
 
 
 def states_of(model: nn.Module) -> list[FP8State]:
@@ -256,13 +254,13 @@ def states_of(model: nn.Module) -> list[FP8State]:
     Raises:
         ValueError: one is updated by graphs, or by `attach`.
     """
-    found = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
-    for state in found.values():
+    states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None)) is not None}
+    for state in states.values():
         if state.in_charge not in ("auto", "explicit"):
             raise ValueError(
                 f"the FP8State is updated by {state.in_charge}: cut the model before attach or graphs"
             )
-    return [*found.values()]
+    return [*states.values()]
 
 
 def agreed_slots(
@@ -274,11 +272,11 @@ def agreed_slots(
         model: cut into `stages`, over `ranks`.
         states: the model's.
     """
-    own = range(ranks.rank, len(stages), ranks.size)
-    slots = {i: slots_of_stage(model, stages[i]) for i in own}
+    mine = range(ranks.rank, len(stages), ranks.size)
+    slots = {i: slots_of_stage(model, stages[i]) for i in mine}
     joint = [[state.names[column] for column in state.joint] for state in states]
     for others, names in comm.agree(ranks.group, (slots, joint)):
         slots |= others
-        for state, found in zip(states, names, strict=True):
-            state.joint |= {state.column(name) for name in found}
+        for state, joined in zip(states, names, strict=True):
+            state.joint |= {state.column(name) for name in joined}
     return [slots[i] for i in range(len(stages))]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank of a pipeline has which modules of a model, and taking the others out of it.
+"""Which rank of a pipeline has which modules of a model. Modules of other ranks are taken out of it.
 
 `pipeline_parallel` cuts a whole model. `load_quantized(stages=…)` cuts while it reads, so that no rank ever holds the
-others' weights: then `pipeline_parallel` finds the `Cut` and goes on with it.
+weights of another one. `pipeline_parallel` then continues with that `PipelineCut`.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from lorakernels.modules.marks import became, mark
 from lorakernels.parallel.pipeline.stages import Absent, Places, Skipped
 from lorakernels.parallel.ranks.group import Ranks
 
-# {parameter: the Ranks of its pipeline}. As an attribute it could not be saved, and a Cut would keep the parameter.
+# {parameter: the Ranks of its pipeline}. An attribute could not be saved, and a PipelineCut would keep the parameter.
 _OF_PARAMETERS = WeakIdKeyDictionary()
 
 
 def ranks_of(parameter: Tensor) -> Ranks | None:
-    """Those that have the stages of the model whose parameter it is; None of a model without stages."""
-    found: Ranks | None = _OF_PARAMETERS.get(parameter)
-    return found
+    """The ranks of the pipeline to whose model `parameter` belongs; None if it is in no pipeline."""
+    ranks: Ranks | None = _OF_PARAMETERS.get(parameter)
+    return ranks
 
 
 @dataclass(eq=False)
-class Cut:
-    """How a model is cut, and what of it is elsewhere.
+class PipelineCut:
+    """How a model is cut, and which of its modules other ranks have.
 
     Attributes:
         ranks: the pipeline's.
-        places: where the model has what is cut.
+        places: paths of the modules at which it is cut.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
-        names: of the parameters that train, of all ranks, in the model's order.
-        absent: (parent, name in it, what stands there) of each module of another rank.
+        names: names of all ranks' parameters that train, in the model's order.
+        absent: (parent, name in it, the Absent there) of each module of another rank.
     """
 
     ranks: Ranks
@@ -51,12 +51,12 @@ class Cut:
     absent: list[tuple[nn.Module, str, Absent]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, model: nn.Module) -> Cut | None:
-        """Of a model from which other ranks' modules were taken; None of a whole one."""
+    def of(cls, model: nn.Module) -> PipelineCut | None:
+        """The cut of a model from which other ranks' modules were taken; None if the model is whole."""
         return became(model).pipeline_cut
 
     def mark(self, model: nn.Module) -> None:
-        """Let `ranks_of` know the parameters of `model`."""
+        """Record the parameters of `model` for `ranks_of`."""
         for parameter in model.parameters():
             _OF_PARAMETERS[parameter] = self.ranks
 
@@ -68,12 +68,12 @@ class Cut:
     def elsewhere(self) -> dict[str, int]:
         """{path: its rank} of the modules that other ranks have."""
         size, last = self.ranks.size, (len(self.stages) - 1) % self.ranks.size
-        owners = {path: i % size for i, own in enumerate(self.stages) for path in own}
+        owners = {path: i % size for i, paths in enumerate(self.stages) for path in paths}
         owners |= {self.places.embedding: 0, self.places.norm: last, self.places.head: last}
         return {path: rank for path, rank in owners.items() if rank != self.ranks.rank}
 
     def take_out(self, model: nn.Module) -> None:
-        """Put an Absent in the place of what other ranks have. A tied head and embedding stay on both ranks."""
+        """Replace each module of another rank by an Absent. A tied head and embedding stay on both ranks."""
         self.names = [n for n, p in model.named_parameters() if p.requires_grad]
         gone = []
         for path, rank in self.elsewhere().items():
@@ -88,7 +88,7 @@ class Cut:
 
     @contextmanager
     def structure(self) -> Iterator[None]:
-        """Inside, the model has all modules by their names, those of other ranks without values (on meta)."""
+        """Inside, the model has all modules by their names. Modules of other ranks have no values: they are on meta."""
         for parent, name, absent in self.absent:
             parent._modules[name] = vars(absent)["skeleton"]
         try:
@@ -99,15 +99,15 @@ class Cut:
 
 
 def cut(count: int, stages: int) -> list[range]:
-    """The layers of each stage, as equal as can be; the first stages have one more.
+    """The layers of each stage. Their numbers differ by one at most; the first stages have more.
 
     Raises:
         ValueError: there are fewer layers than stages.
     """
     if count < stages:
         raise ValueError(f"{count} decoder layers cannot make {stages} stages")
-    each, more = divmod(count, stages)
-    ends = [each * i + min(i, more) for i in range(stages + 1)]
+    fewest, more = divmod(count, stages)
+    ends = [fewest * i + min(i, more) for i in range(stages + 1)]
     return [range(a, b) for a, b in pairwise(ends)]
 
 
@@ -122,39 +122,39 @@ def stages_of(places: Places, ranks: int, chunks: int) -> list[list[str]]:
 
 
 def elsewhere(model: nn.Module) -> list[str]:
-    """Paths of the modules that other ranks of a pipeline have; none of a whole model."""
-    found = Cut.of(model)
-    return [] if found is None else [absent.path for _, _, absent in found.absent]
+    """Paths of the modules that other ranks of a pipeline have; empty for a whole model."""
+    cut = PipelineCut.of(model)
+    return [] if cut is None else [absent.path for _, _, absent in cut.absent]
 
 
 @contextmanager
 def own_layers_alone(model: Any) -> Iterator[None]:
     """Inside, a model that was cut runs with this rank's decoder layers alone. A whole model is as it was.
 
-    Other layers hand on what they get, and the last norm of another rank does so, too. An embedding or a head of
-    another rank computes some numbers of its kind. So a check of how the model runs sees each layer on its rank.
+    Layers of other ranks return their input, and so does another rank's last norm. Another rank's embedding or head is
+    replaced by one with arbitrary values. So a check that runs the model sees each layer on its rank.
     """
-    found = Cut.of(model)
-    if found is None:
+    cut = PipelineCut.of(model)
+    if cut is None:
         yield
         return
     width = model.config.get_text_config().hidden_size
     frozen = (p for p in model.parameters() if p.is_floating_point() and not p.requires_grad)
     like = next(
         p for p in frozen if p.element_size() > 1
-    )  # a norm; adapters may have another dtype
+    )  # a norm's; adapters may have another dtype
     made: dict[str, nn.Module] = {
-        found.places.embedding: _AnyToken(width, like),
-        found.places.norm: nn.Identity(),
-        found.places.head: nn.Linear(width, 64, bias=False).to(like),
+        cut.places.embedding: _AnyToken(width, like),
+        cut.places.norm: nn.Identity(),
+        cut.places.head: nn.Linear(width, 64, bias=False).to(like),
     }
     with torch.random.fork_rng(devices=[]):
-        for parent, name, absent in found.absent:
+        for parent, name, absent in cut.absent:
             parent._modules[name] = made.get(absent.path) or Skipped(absent)
         try:
             yield
         finally:
-            for parent, name, absent in found.absent:
+            for parent, name, absent in cut.absent:
                 parent._modules[name] = absent
 
 

@@ -15,15 +15,17 @@ from lorakernels.parallel.pipeline.stages import Sent, Stage
 from lorakernels.parallel.ranks.group import Ranks
 
 
-def engine(own: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, trains: bool) -> Any:
+def engine(
+    stages: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, trains: bool
+) -> Any:
     """A schedule over this rank's stages. Making one is collective where they send by "peer".
 
-    Shapes are given, so that torch runs no stage to find them: that would draw masks and record amaxes.
+    It passes shapes, because torch would run stages to find them, and so draw masks and record amaxes.
 
     Args:
-        own: this rank's stages.
-        sent: by all stages.
-        ranks: that have stages, as many each.
+        stages: this rank's stages.
+        sent: the form of the tensors that stages send.
+        ranks: the pipeline's, with equally many stages each.
         microbatches: of a step.
         trains: whether there is a backward.
     """
@@ -40,19 +42,19 @@ def engine(own: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, tr
     if sent.by == "peer" and ranks.size > 1:
         from lorakernels.parallel.pipeline.peers import PeerPost, PeerStage
 
-        count = (1 + trains) * len(own) * microbatches
+        count = (1 + trains) * len(stages) * microbatches
         kind = partial(PeerStage, PeerPost(ranks.group, sent, count), microbatches)
     made = [
         kind(
             stage,
             stage.index,
-            len(own) * ranks.size,
+            len(stages) * ranks.size,
             sent.device,
             input_args=rows if stage.is_first else hidden,
             output_args=loss if stage.is_last else hidden,
             group=ranks.group,
         )
-        for stage in own
+        for stage in stages
     ]
     # the losses are divided by the labels of all microbatches already
     options: dict[str, Any] = {"loss_fn": _as_it_is if trains else None, "scale_grads": False}
@@ -63,7 +65,7 @@ def engine(own: Sequence[Stage], sent: Sent, ranks: Ranks, microbatches: int, tr
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """torch wraps what a stage raises, and says shapes instead of what it was."""
+    """torch replaces a stage's exception by one that lists shapes. Raise the original one."""
     try:
         yield
     except RuntimeError as error:
@@ -72,6 +74,6 @@ def as_it_was() -> Iterator[None]:
         raise
 
 
-def _as_it_is(loss: Tensor, at: Tensor) -> Tensor:
+def _as_it_is(loss: Tensor, microbatch: Tensor) -> Tensor:
     """The last stage's output, for torch to run backward from."""
     return loss

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's stages of a model: whether they can run a step, what they send each other, and letting them run."""
+"""A rank's stages of a model: whether they can run a step, what they send, and their run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lorakernels.parallel.pipeline.check import (
     dtype_of,
     slots_before,
 )
-from lorakernels.parallel.pipeline.cut import Cut
+from lorakernels.parallel.pipeline.cut import PipelineCut
 from lorakernels.parallel.pipeline.inputs import check_shapes
 from lorakernels.parallel.pipeline.stages import Batch, Draws, LayerDraws, Sent, Stage
 from lorakernels.parallel.ranks import comm
@@ -27,16 +27,16 @@ class OwnStages:
     """The stages that a rank has.
 
     Args:
-        model: of which the rank has its stages.
-        cut: which these are.
+        model: the model that was cut.
+        cut: how it was cut.
         slots: how many dropout slots each stage of all ranks draws for a microbatch.
 
     Attributes:
-        stages: in their order.
+        stages: this rank's stages, in order.
         layer_draws: where each layer draws, for a GraphManager.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, slots: list[int]) -> None:
+    def __init__(self, model: nn.Module, cut: PipelineCut, slots: list[int]) -> None:
         self._model, self._group, self._slots = model, cut.ranks.group, slots
         count = len(cut.stages)
         self.stages = [
@@ -57,14 +57,14 @@ class OwnStages:
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """{path: decoder layer} of those that have a backward."""
-        found: dict[str, nn.Module] = {}
+        """{path: decoder layer} of this rank's layers that have a backward."""
+        layers: dict[str, nn.Module] = {}
         for stage in self.stages:
-            for path in stage.own:
+            for path in stage.paths:
                 layer = self._model.get_submodule(path)
-                if found or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
-                    found[path] = layer
-        return found
+                if layers or not stage.is_first or any(p.requires_grad for p in layer.parameters()):
+                    layers[path] = layer
+        return layers
 
     @property
     def device(self) -> torch.device:
@@ -73,26 +73,26 @@ class OwnStages:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what stages send each other."""
-        return dtype_of(self._model.get_submodule(self.stages[0].own[0]))
+        """The dtype of the hidden states that stages send."""
+        return dtype_of(self._model.get_submodule(self.stages[0].paths[0]))
 
     @property
     def how(self) -> str:
-        """What must be as on the other ranks of a step, in words."""
+        """A description of what must be equal on all ranks in a step."""
         return f"{self.dtype} on {self.device.type}, training {self._model.training}"
 
     def groups(self) -> dict[str, Any]:
-        """Collective at its first call: {whom it has: a group of gloo's}, of ranks that must agree on a step."""
+        """Collective at its first call: {what its ranks do: a group of gloo} of ranks that must agree on a step."""
         groups = {"have stages": comm.on_host(self._group, self.device)}
         if self.context is not None:
             groups["share rows"] = comm.on_host(self.context.ranks.group, self.device)
         return groups
 
     def sent(self, shape: tuple[int, int], by: str) -> Sent:
-        """Collective: what stages send each other of a microbatch [b, S], by a transport of ranks/comm.py's.
+        """Collective: the form of what stages send of a microbatch [b, S], by a transport of ranks/comm.py.
 
         Raises:
-            ValueError: ranks have microbatches of other shapes.
+            ValueError: microbatches have different shapes on the ranks.
         """
         weight = None
         if self.stages[0].is_first:
@@ -101,14 +101,14 @@ class OwnStages:
         if self.context is not None:
             with comm.together(self._group):
                 check_shapes(comm.agree(self.context.ranks.group, shape), "share rows")
-        found = comm.agree(self._group, (shape, weight))
-        check_shapes([other for other, _ in found], "have stages")
+        agreed = comm.agree(self._group, (shape, weight))
+        check_shapes([other for other, _ in agreed], "have stages")
         config: Any = self._model.config
         width = config.get_text_config().hidden_size
-        return Sent((*shape, width), found[0][1], self.device, by)
+        return Sent((*shape, width), agreed[0][1], self.device, by)
 
     def refuse(self, offsets: PhiloxState | None) -> None:
-        """Refuse to run as layers are now. `offsets`: of `PipelineParallel`.
+        """Refuse to run layers that were changed since the cut. `offsets` is that of `PipelineParallel`.
 
         Raises:
             RuntimeError: this is compiled or captured; or as `check_running` does.
@@ -117,17 +117,17 @@ class OwnStages:
             raise RuntimeError("a pipeline cannot be compiled: run it eagerly")
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a pipeline cannot be captured in a CUDA graph")
-        for path in (path for stage in self.stages for path in stage.own):
+        for path in (path for stage in self.stages for path in stage.paths):
             placed = path in self.layer_draws.placed
             check_running(path, self._model.get_submodule(path), offsets, placed)
 
     @contextmanager
     def begun(self, batch: Batch, offsets: PhiloxState | None) -> Iterator[list[Stage]]:
-        """Inside, the stages run the microbatches of `batch`, in any order: `stage(x, at)`. Masks are one process's."""
+        """Inside, `stage(x, microbatch)` runs a microbatch of `batch`, in any order, with the masks of one process."""
         slots = self._slots if self._model.training else []
-        own = [stage.index for stage in self.stages]
+        indices = [stage.index for stage in self.stages]
         replays = any("forward" in vars(layer) for layer in self.layers.values())
-        draws = Draws(slots, own, len(batch.microbatches), offsets, replays)
+        draws = Draws(slots, indices, len(batch.microbatches), offsets, replays)
         for stage in self.stages:
             stage.begin(batch, draws)
         try:

@@ -5,11 +5,11 @@ A kernel of NCCL's that waits for a tensor holds multiprocessors until it comes.
 long before they are read, so that layers run beside such kernels. A persistent GEMM, which counts on all
 multiprocessors, then takes up to twice as long (T28).
 
-Here copy engines write what a stage sends into the next rank's memory, and behind it a signal (T29). The receiver's
+Here copy engines write what a stage sends into the next rank's memory, and then a signal (T29). The receiver's
 layers wait for the signal on their own stream, where nothing else could run.
 
 Every microbatch has a place of its own in each stage, which is written once a step. A step ends with a sum over all
-ranks, after whatever reads these places. So the next step's sender needs no leave to write.
+ranks, after all reads of these places. So the next step's senders may write without asking.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lorakernels.parallel.pipeline.stages import Sent
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.exchange import aligned
 
-# of one allocation, over all ranks: torch's signal pads have 2048 bytes unless told otherwise
+# of one allocation, over all ranks: torch's signal pads have 2048 bytes by default
 SIGNALS = 512
 
 
@@ -36,20 +36,20 @@ class Post(Protocol):
         """Where this rank receives that tensor: always the same memory, and another object at each call."""
 
     def begin(self) -> None:
-        """A stage is about to run: what was sent before its last run has been copied then."""
+        """A stage is about to run. Tensors that were sent before its last run are copied first."""
 
     def send(self, x: Tensor, rank: int, number: int) -> None:
         """Write `x` into that rank's place, once the current stream has computed it."""
 
     def wait(self, rank: int, number: int) -> None:
-        """What is enqueued from now on comes after that rank's tensor is in its place."""
+        """Let kernels that are enqueued from now on start after that rank's tensor has arrived."""
 
 
 class PeerPost:
     """In memory that torch maps into all ranks' processes. Making one is collective.
 
     A signal is torch's own: 1 where `wait_signal` looks for it, which sets it to 0 again. It is written by a copy
-    engine, in order behind the tensor. A kernel that wrote it would first wait for room beside a GEMM.
+    engine, in order, after the tensor. A kernel that wrote it would first wait for room beside a GEMM.
 
     Args:
         group: of ranks that read each other's memory.
@@ -88,10 +88,10 @@ class PeerPost:
         self._copied = self._side.record_event()
 
     def send(self, x: Tensor, rank: int, number: int) -> None:
-        part, at = divmod(number, self._limit)
+        part, slot = divmod(number, self._limit)
         x, there = x.detach().contiguous(), self._there(rank, number)
         signal = self._handles[part].get_signal_pad(
-            rank, (1,), torch.int32, at * self._size + self._rank
+            rank, (1,), torch.int32, slot * self._size + self._rank
         )
         self._side.wait_stream(torch.cuda.current_stream(self._sent.device))
         with torch.cuda.stream(self._side):
@@ -100,25 +100,25 @@ class PeerPost:
         x.record_stream(self._side)
 
     def wait(self, rank: int, number: int) -> None:
-        part, at = divmod(number, self._limit)
-        self._handles[part].wait_signal(rank, at, self._milliseconds)
+        part, slot = divmod(number, self._limit)
+        self._handles[part].wait_signal(rank, slot, self._milliseconds)
 
     def _there(self, rank: int, number: int) -> Tensor:
-        part, at = divmod(number, self._limit)
-        found: Tensor = self._handles[part].get_buffer(
-            rank, self._sent.shape, self._sent.dtype, at * self._stride
+        part, slot = divmod(number, self._limit)
+        buffer: Tensor = self._handles[part].get_buffer(
+            rank, self._sent.shape, self._sent.dtype, slot * self._stride
         )
-        return found
+        return buffer
 
 
 class PeerStage(PipelineStage):
     """torch's stage, whose tensors come and go by a Post.
 
-    To torch's schedules it has nothing to receive or send. It sends where they ask what there is to send, right after
-    the stage has run. It waits where the stage is about to run.
+    To torch's schedules it has nothing to receive or send. It sends when they ask for operations that send, right after
+    the stage has run. It waits when the stage is about to run.
 
     Args:
-        post: of all stages of this rank.
+        post: shared by all stages of this rank.
         microbatches: of a step.
         args, kwargs: of PipelineStage.
     """
@@ -161,7 +161,7 @@ class PeerStage(PipelineStage):
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def _number(self, stage: int, way: int, microbatch: int) -> int:
-        """Of what `stage` receives: hidden states (way 0) or their gradients (way 1)."""
+        """The number of a tensor that `stage` receives: hidden states (way 0) or their gradients (way 1)."""
         chunks, chunk = self.num_stages // self.group_size, stage // self.group_size
         return (way * chunks + chunk) * self._microbatches + microbatch
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipeline parallelism: each rank has some of a model's decoder layers, and torch's engine runs them as stages.
 
-The engine is torch.distributed.pipelining: its stages and its 1F1B schedules. Sends are torch's, by NCCL or gloo, or
-those of peers.py. This file cuts the model, and runs steps whose losses, gradients, masks and FP8 scales are
-those of one process that accumulates over microbatches.
+The engine is torch.distributed.pipelining: its stages and its 1F1B schedules. Stages send by torch, over NCCL or
+gloo, or by peers.py. This file cuts the model, and runs steps with the losses, gradients, masks and FP8 scales of one
+process that accumulates over microbatches.
 
 With `context_parallel` after the cut, several ranks have a stage together, each with some of every row's tokens.
 """
@@ -34,9 +34,14 @@ from lorakernels.parallel.pipeline.check import (
     places_of,
     states_of,
 )
-from lorakernels.parallel.pipeline.cut import Cut, stages_of
+from lorakernels.parallel.pipeline.cut import PipelineCut, stages_of
 from lorakernels.parallel.pipeline.engine import as_it_was, engine
-from lorakernels.parallel.pipeline.inputs import Asked, check_agreed, check_inputs, own_inputs
+from lorakernels.parallel.pipeline.inputs import (
+    StepArguments,
+    check_agreed,
+    check_inputs,
+    own_inputs,
+)
 from lorakernels.parallel.pipeline.own import OwnStages
 from lorakernels.parallel.pipeline.stages import (
     Batch,
@@ -69,14 +74,14 @@ class PipelineParallel:
         ranks: the group, and this rank's place in it.
         microbatches: how many parts the rows of a step are cut into.
         stages: paths of each stage's decoder layers. Stage i is on rank i modulo the number of ranks.
-        transport: how stages send what the next one gets: "peer", "nccl" or "gloo".
+        transport: how stages send to the next one: "peer", "nccl" or "gloo".
         loss_chunk: number of tokens whose logits exist at the same time.
-        checks_inputs: whether a step asks all ranks, on the host, whether its arguments fit and are equal, on a GPU in
-            one step of 64, and whether their layers can run. Where ranks share rows, `ContextParallel.checks_places`
-            says so of `forward_backward` and `loss`, and this of `run`.
+        checks_inputs: whether a step checks on the host that arguments fit and are equal on all ranks, and that layers
+            can run. Values on a GPU are compared in one step of 64. If ranks share rows, it is for `run` only, and
+            `ContextParallel.checks_places` is for `forward_backward` and `loss`.
         offsets: a random state, or None. If set, microbatches differ by its offset, and all begin with the state that
-            torch's CPU generator has before the step. Replayed layers keep that of their capture. So advance `offsets`
-            by the microbatches after each step: the pipeline does not, and masks would repeat.
+            torch's CPU generator has before the step. Replayed layers keep the state of their capture. So advance
+            `offsets` by the microbatches after each step: the pipeline does not, and masks would repeat.
     """
 
     loss_chunk: int = CHUNK
@@ -84,7 +89,12 @@ class PipelineParallel:
     offsets: PhiloxState | None = None
 
     def __init__(
-        self, model: nn.Module, cut: Cut, microbatches: int, slots: list[int], by: tuple[str, str]
+        self,
+        model: nn.Module,
+        cut: PipelineCut,
+        microbatches: int,
+        slots: list[int],
+        by: tuple[str, str],
     ) -> None:
         self.model, self.microbatches, self._cut = model, microbatches, cut
         self.ranks, self.stages = cut.ranks, cut.stages
@@ -97,7 +107,7 @@ class PipelineParallel:
 
     @classmethod
     def of(cls, model: nn.Module) -> PipelineParallel | None:
-        """Of a model that was cut into stages; None if it was not."""
+        """The PipelineParallel of a model that was cut into stages; None for other models."""
         return became(model).pipeline_parallel
 
     @property
@@ -107,11 +117,11 @@ class PipelineParallel:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the first of those that have a stage, or share its rows."""
+        """Whether this rank writes files: it is the first that has stages, and the first that shares rows."""
         return self.ranks.rank == 0 and (self.context is None or self.context.ranks.rank == 0)
 
     def together(self) -> AbstractContextManager[None]:
-        """Collective at its end: what one rank raises inside is raised on all that have a stage, or share its rows."""
+        """Collective at its end: an exception of one rank is raised on all that have stages or share rows."""
         rows = None if self.context is None else self.context.ranks.group
         return comm.all_together((self.ranks.group, rows))
 
@@ -170,7 +180,7 @@ class PipelineParallel:
         """Collective: scale the gradients of all stages down to a norm of `max_norm`; the norm before, fp32 [].
 
         `torch.nn.utils.clip_grad_norm_` sees this rank's gradients alone, and would scale each rank otherwise. Over
-        shared rows `ContextParallel.reduce_gradients` comes first: until then ranks have other gradients.
+        shared rows `ContextParallel.reduce_gradients` comes first: until then gradients differ between ranks.
         """
         return clip_grad_norm_(self.model, self.ranks.group, max_norm)
 
@@ -184,20 +194,20 @@ class PipelineParallel:
             {n: p.grad for n, p in trained(self.model).items() if p.grad is not None}
         )
 
-    def gathered(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Collective: {name: tensor} of all ranks' `own`, on the CPU. Trained parameters come in the model's order."""
-        return gathered(self._cut, own)
+    def gathered(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Collective: all ranks' `tensors` by name, on the CPU. Trained parameters come in the model's order."""
+        return gathered(self._cut, tensors)
 
     def whole_values(self) -> dict[str, Tensor]:
         """Collective: `whole_adapters`, and the initial adapters of OLoRA and PiSSA, for `whole`."""
-        own = {n: p.detach() for n, p in trained(self.model).items()}
-        return self.gathered(own | initial(self.model))
+        values = {n: p.detach() for n, p in trained(self.model).items()}
+        return self.gathered(values | initial(self.model))
 
     @contextmanager
     def whole(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the model has all modules, and those of other ranks have `values`; the rest of them is on meta.
+        """Inside, the model has all modules. Modules of other ranks have `values`, and are on meta otherwise.
 
-        Nothing in it runs. `save_adapter` takes it for a model of one process.
+        It cannot run. `save_adapter` saves it like a model of one process.
         """
         with filled(self.model, self._cut, values):
             mark(self.model, pipeline_parallel=None)
@@ -215,24 +225,24 @@ class PipelineParallel:
         check_equal(comm.agree(self.ranks.group, generators(self.model)))
 
     def structure(self) -> AbstractContextManager[None]:
-        """Inside, the model has all modules by their names, those of other ranks without values (on meta)."""
+        """Inside, the model has all modules by their names. Modules of other ranks have no values: they are on meta."""
         return self._cut.structure()
 
     def _step(self, labels: Tensor, items: Any, inputs: dict[str, Any], trains: bool) -> Tensor:
         context, ranks, group = self.context, 1, self.ranks.group
-        asked = Asked(labels, items, inputs, trains, self._own.how, self._turns.next())
+        step = StepArguments(labels, items, inputs, trains, self._own.how, self._turns.next())
 
         def check() -> None:
-            check_inputs(asked, self.microbatches, context is not None)
+            check_inputs(step, self.microbatches, context is not None)
             refuse_unknown(self.model, inputs["input_ids"], labels)
             self._own.refuse(self.offsets)
 
         if context is not None:
             together = self.together if context.checks_places else nullcontext
-            inputs = own_inputs(context, group, together, asked, check)
+            inputs = own_inputs(context, group, together, step, check)
             ranks = context.ranks.size
         elif self.checks_inputs:
-            check_agreed(self._own.groups(), asked, check, asked.values)
+            check_agreed(self._own.groups(), step, check, step.values)
         else:
             check()
         wanted = shifted(labels)
@@ -252,50 +262,50 @@ class PipelineParallel:
 
         Args:
             microbatches: as many as `pipeline_parallel` was given, of one shape and equal on all ranks. Where ranks
-                share rows, each gives its tokens, and nothing looks at where documents begin.
-            items: by which the losses' sum is divided, a number or one value.
+                share rows, each passes its tokens, and starts of documents are not checked.
+            items: divisor of the losses' sum, a number or a tensor of one value.
             trains: whether there is a backward.
-            begins: called before each forward and backward of a microbatch through a stage of this rank, such as to
-                let the host wait for the device.
+            begins: called before each forward and backward of a microbatch through a stage of this rank, for
+                example to let the host wait for the device.
 
         Raises:
             RuntimeError: as `forward_backward` does.
-            ValueError: ranks have rows of other shapes or other modes, or another rank raised.
+            ValueError: shapes of rows or modes differ between ranks, or another rank raised.
         """
         refuse = partial(self._own.refuse, self.offsets)
         if self.checks_inputs:
-            rows = [list(each.tokens.shape) for each in microbatches]
-            asked = f"backward {trains}; {self._own.how}; microbatches of {rows}"
+            rows = [list(m.tokens.shape) for m in microbatches]
+            step = f"backward {trains}; {self._own.how}; microbatches of {rows}"
             values = partial(digests, self._values_of(microbatches), self._turns.next())
-            check_agreed(self._own.groups(), asked, refuse, values)
+            check_agreed(self._own.groups(), step, refuse, values)
         else:
             refuse()
         return self._run(self._batch(microbatches, items, begins), trains)
 
     def _values_of(self, microbatches: Sequence[Microbatch]) -> dict[str, Any]:
-        """What must be equal on all ranks that have stages. Where others share rows, they have other tokens."""
+        """{name: tensor} that must be equal on all ranks with stages. It is empty if ranks share rows."""
         if self.context is not None:
             return {}
         tensors = [{"input_ids": m.tokens, "labels": m.labels, **m.inputs} for m in microbatches]
         return {
-            f"{n} of microbatch {i}": x for i, each in enumerate(tensors) for n, x in each.items()
+            f"{n} of microbatch {i}": x for i, named in enumerate(tensors) for n, x in named.items()
         }
 
     def _run(self, batch: Batch, trains: bool) -> Tensor:
-        tokens = torch.cat([each.tokens for each in batch.microbatches])
+        tokens = torch.cat([m.tokens for m in batch.microbatches])
         schedule = self._schedule((tokens.shape[0] // self.microbatches, tokens.shape[1]), trains)
-        at = torch.arange(self.microbatches)
-        with self._own.begun(batch, self.offsets) as own, as_it_was():
-            last = own[-1]
+        numbers = torch.arange(self.microbatches)
+        with self._own.begun(batch, self.offsets) as stages, as_it_was():
+            last = stages[-1]
             try:
                 schedule.step(
-                    *((tokens,) if own[0].is_first else ()),
-                    target=at if trains and last.is_last else None,
+                    *((tokens,) if stages[0].is_first else ()),
+                    target=numbers if trains and last.is_last else None,
                     return_outputs=False,
-                    at=at,
+                    microbatch=numbers,
                 )
             except BaseException:
-                # what other ranks sent is there, and is not of the next step
+                # its buffers may hold what other ranks sent, which is not for the next step
                 del self._schedules[trains]
                 raise
         total = torch.zeros(1, device=self._own.device)
@@ -312,9 +322,9 @@ class PipelineParallel:
         items: Any,
         begins: Callable[[], None] | None = None,
     ) -> AbstractContextManager[list[Stage]]:
-        """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, at)`.
+        """Inside, this rank's stages run, in any order and without the other ranks: `stage(x, microbatch)`.
 
-        Masks are those of one process. Arguments are those of `run`.
+        Masks are drawn as in one process. Arguments are those of `run`.
         """
         return self._own.begun(self._batch(microbatches, items, begins), self.offsets)
 
@@ -328,7 +338,7 @@ class PipelineParallel:
         return Batch(microbatches, items, self.loss_chunk, begins)
 
     def _schedule(self, shape: tuple[int, int], trains: bool) -> Any:
-        """torch's schedule over this rank's stages. It is made anew for another shape [b, S], device or dtype."""
+        """torch's schedule over this rank's stages. Another shape [b, S], device or dtype needs a new one."""
         kept, key = self._schedules.get(trains), (shape, self._own.device, self._own.dtype)
         if kept is not None and kept[0] == key:
             return kept[1]
@@ -344,10 +354,10 @@ class PipelineParallel:
             f"{count} stages over {size} ranks, {kind}, {self.microbatches} microbatches; a rank waits "
             f"{self.bubble:.1%} of a step if stages take equally long; they send by {self.transport}: {self._why}"
         ]
-        for i, own in enumerate(self.stages):
+        for i, paths in enumerate(self.stages):
             before = "the embedding, " if i == 0 else ""
             after = ", the norm, head and loss" if i == count - 1 else ""
-            lines.append(f"  stage {i}, rank {i % size}: {before}{own[0]} … {own[-1]}{after}")
+            lines.append(f"  stage {i}, rank {i % size}: {before}{paths[0]} … {paths[-1]}{after}")
         return "\n".join(lines)
 
 
@@ -356,9 +366,9 @@ def pipeline_parallel(
 ) -> PipelineParallel:
     """Collective: cut a model into stages, one or more for each rank of `mesh`, and keep this rank's, in place.
 
-    Every rank gives the same whole model, adapters included, or what `load_quantized(stages=…)` loaded of it. The first
-    stage has the embedding, and the last one the last norm, the head and the loss. Names of modules and parameters
-    stay. The model's own forward then raises.
+    Every rank passes the same whole model, adapters included, or what `load_quantized(stages=…)` loaded of it. The
+    first stage has the embedding, and the last one the last norm, the head and the loss. Names of modules and
+    parameters stay. The model's own forward then raises.
 
     FP8 scales are updated by `reduce_and_update` alone from now on: call it once a step, over a group with these ranks.
     Masks are drawn where one process would draw them, from torch's CPU generator.
@@ -382,7 +392,7 @@ def pipeline_parallel(
     if mesh.ndim != 1:
         raise ValueError(f"mesh must have one dimension, such as mesh['pp'], found {mesh}")
     ranks = Ranks(mesh.get_group())
-    loaded = Cut.of(model)
+    loaded = PipelineCut.of(model)
     with comm.together(ranks.group):
         check_numbers(microbatches, chunks, ranks.size)
         refuse(model, "pipeline_parallel", ())
@@ -397,7 +407,8 @@ def pipeline_parallel(
     check_equal(comm.agree(ranks.group, mine))
     by = comm.choose(transport, ranks.group, next(model.parameters()).device)
     for state in states:
-        state.in_charge = "explicit"  # a layer would update while microbatches are in flight
+        # "auto" would let a layer update it while microbatches are in flight
+        state.in_charge = "explicit"
     if loaded is None:
         cut.take_out(model)
     angles_by_document(model)
@@ -405,16 +416,16 @@ def pipeline_parallel(
     return PipelineParallel(model, cut, microbatches, slots, by)
 
 
-def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> Cut:
-    found = Cut.of(model)
-    if found is None:
+def _cut_of(model: nn.Module, ranks: Ranks, chunks: int) -> PipelineCut:
+    loaded = PipelineCut.of(model)
+    if loaded is None:
         places = places_of(model)
-        return Cut(ranks, places, stages_of(places, ranks.size, chunks))
-    was = found.ranks.size, found.ranks.rank, found.chunks
+        return PipelineCut(ranks, places, stages_of(places, ranks.size, chunks))
+    was = loaded.ranks.size, loaded.ranks.rank, loaded.chunks
     if was != (ranks.size, ranks.rank, chunks):
         raise ValueError(
             f"the model was loaded as rank {was[1]} of {was[0]}, {was[2]} stages a rank, found rank {ranks.rank} of "
             f"{ranks.size} and chunks={chunks}: give both the same mesh and chunks"
         )
-    found.ranks = ranks
-    return found
+    loaded.ranks = ranks
+    return loaded

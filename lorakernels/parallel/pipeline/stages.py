@@ -2,8 +2,8 @@
 """One stage of a model: some of its decoder layers, behind the embedding or before the head.
 
 A rank's model keeps all places, so that names stay. Modules of other ranks are `Absent` there. A stage runs the
-model's own forward over a view of it, in which other layers hand on what they get. What comes from the stage before
-takes the first layer's place, so that whatever the model does to its embedding does not matter.
+model's own forward over a view of it, in which other layers return their input. What the stage before sent replaces
+the output of the first layer, so that it does not matter what the model does to its embeddings.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, skip_slots
 
 ROWS = ("position_ids", "attention_mask")  # inputs that are cut by rows
-# of a module: its numbers, and the states that all layers share
+# attributes of a module that a skeleton keeps: its numbers, and the states that all layers share
 _KEPT = (str, int, float, bool, type(None), FP8State, PhiloxState, PhiloxStates)
 
 
 class Sent(NamedTuple):
-    """What stages send each other of a microbatch.
+    """The form of what stages send of a microbatch.
 
     Attributes:
         shape: [b, S, H].
-        dtype, device: of it.
-        by: how it goes: the name of a transport of ranks/comm.py's.
+        dtype, device: of the tensor.
+        by: the transport's name in ranks/comm.py.
     """
 
     shape: tuple[int, int, int]
@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
 
 class Absent(nn.Module):
-    """In the place of a module that another rank has.
+    """Stands for a module that another rank has.
 
     Attributes:
         skeleton: the module without values: its numbers, and parameters on the meta device. It is no submodule.
@@ -81,7 +81,7 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 
 class Skipped(nn.Module):
-    """In the place of a layer of another stage. `hidden`, if set, is what the layer hands on instead of its input."""
+    """Stands for a layer of another stage. It returns `hidden`, if set, instead of its input."""
 
     hidden: Tensor | None = None
 
@@ -98,9 +98,9 @@ class Microbatch(NamedTuple):
     """Some rows of a step, equally many in each microbatch.
 
     Attributes:
-        tokens: int64 [b, S]. Where ranks share rows, they and what follows are of this rank's tokens.
-        labels: int64 [b, S], of each token the next one; IGNORE does not count.
-        inputs: what else the model takes. Starts of documents are those of whole rows.
+        tokens: int64 [b, S]. If ranks share rows, all fields hold this rank's tokens only.
+        labels: int64 [b, S], for each token the next one; IGNORE does not count.
+        inputs: the model's other inputs. Starts of documents are those of whole rows.
     """
 
     tokens: Tensor
@@ -111,31 +111,31 @@ class Microbatch(NamedTuple):
 def microbatches_of(
     wanted: Tensor, inputs: dict[str, Any], n: int, ranks: int = 1
 ) -> list[Microbatch]:
-    """`n` of rows: labels `wanted` [B, S], and a pipeline's `inputs`. `ranks` share each row, S of its tokens each."""
+    """`n` microbatches of a pipeline's `inputs` and labels `wanted` [B, S]. Each of `ranks` has S tokens of a row."""
     tokens = inputs["input_ids"]
     others: list[dict[str, Any]] = [{} for _ in range(n)]
     for name in ROWS:
         x = inputs.get(name)
         if x is not None:
             parts = [x] * n if len(x) == 1 and len(tokens) > 1 else x.chunk(n)
-            for each, part in zip(others, parts, strict=True):
-                each[name] = part
+            for other, part in zip(others, parts, strict=True):
+                other[name] = part
     starts = inputs.get("cu_seq_lens_q")
     if starts is not None:
-        own = tokens.numel() * ranks // n  # of the whole rows, as starts are
-        longest = min(inputs.get("max_length_q") or own, own)
-        for i, each in enumerate(others):
-            each["cu_seq_lens_q"] = (starts - i * own).clamp(0, own)
-            each["max_length_q"] = longest
+        length = tokens.numel() * ranks // n  # of the whole rows, as starts are
+        longest = min(inputs.get("max_length_q") or length, length)
+        for i, other in enumerate(others):
+            other["cu_seq_lens_q"] = (starts - i * length).clamp(0, length)
+            other["max_length_q"] = longest
     return [*map(Microbatch, tokens.chunk(n), wanted.chunk(n), others)]
 
 
 class Batch(NamedTuple):
-    """What all stages read of one step.
+    """What all stages read in one step.
 
     Attributes:
         microbatches: of the step.
-        items: fp32 [], by which the losses' sum is divided.
+        items: fp32 [], divisor of the losses' sum.
         chunk: number of tokens whose logits exist at the same time.
         begins: called before each forward and backward of a microbatch through a stage; None calls nothing.
     """
@@ -147,12 +147,12 @@ class Batch(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where a model has what is cut: paths in it.
+    """Paths of the modules at which a model is cut.
 
     Attributes:
-        layers: of the decoder layers, in their order.
-        base: of the module that runs them.
-        embedding, norm, head: of the others. The norm is the last one.
+        layers: the decoder layers, in their order.
+        base: the module that runs them.
+        embedding, norm, head: the others. The norm is the one after the last layer.
     """
 
     layers: list[str]
@@ -166,7 +166,7 @@ class Stage(nn.Module):
     """Stage `index` of `count`, as torch's PipelineStage runs it.
 
     Attributes:
-        own: paths of its decoder layers.
+        paths: of its decoder layers.
         losses: of the microbatches that the last stage ran in this step, each fp32 [1].
     """
 
@@ -175,23 +175,23 @@ class Stage(nn.Module):
     entry: Any
 
     def __init__(
-        self, model: nn.Module, places: Places, own: list[str], index: int, count: int
+        self, model: nn.Module, places: Places, paths: list[str], index: int, count: int
     ) -> None:
         super().__init__()
         self.__dict__["model"] = model  # not a submodule: the model is the user's
-        self.places, self.own, self.index = places, own, index
+        self.places, self.paths, self.index = places, paths, index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.losses: list[Tensor] = []
 
     def begin(self, batch: Batch, draws: Draws) -> None:
-        """Before a step: look at the model as it is now."""
+        """Before a step: make a view of the model as it is now."""
         self._batch, self._draws, self.losses = batch, draws, []
         base = self.model.get_submodule(self.places.base)
         view = copy.copy(base)
         view._modules = dict(base._modules)
         name = self.places.layers[0].rpartition(".")[0].rpartition(".")[2]
         layers = [self.model.get_submodule(path) for path in self.places.layers]
-        keep = set(self.own)
+        keep = set(self.paths)
         shown = [
             layer if path in keep else Skipped(layer)
             for path, layer in zip(self.places.layers, layers, strict=True)
@@ -202,19 +202,19 @@ class Stage(nn.Module):
         self.__dict__["view"], self.__dict__["entry"] = view, shown[0]
 
     def end(self) -> None:
-        """After a step: let go of what it needed."""
+        """After a step: release what it needed."""
         for name in ("_batch", "_draws", "view", "entry"):
             self.__dict__.pop(name, None)
 
-    def forward(self, x: Tensor, at: Tensor) -> Tensor:
-        """What the next stage gets, [b, S, H]; of the last stage the loss, [1].
+    def forward(self, x: Tensor, microbatch: Tensor) -> Tensor:
+        """The next stage's input [b, S, H]; from the last stage the loss [1].
 
         Args:
-            x: the tokens [b, S] of one microbatch, or [b, S, H] of the stage before.
-            at: int64 [1] on the CPU, which microbatch it is.
+            x: the tokens [b, S] of one microbatch, or the output [b, S, H] of the stage before.
+            microbatch: int64 [1] on the CPU, which microbatch it is.
         """
-        index, batch = int(at), self._batch
-        own = batch.microbatches[index]
+        index, batch = int(microbatch), self._batch
+        rows = batch.microbatches[index]
         if batch.begins is not None:
             batch.begins()
         inputs = {"input_ids": x} if self.is_first else {"inputs_embeds": x}
@@ -222,29 +222,29 @@ class Stage(nn.Module):
             self.entry.hidden = x
         try:
             with self._draws.of(self.index, index):
-                found = self.view(use_cache=False, **inputs, **own.inputs)
+                output = self.view(use_cache=False, **inputs, **rows.inputs)
         finally:
             if not self.is_first:
                 self.entry.hidden = None
-        hidden: Tensor = found.last_hidden_state
+        hidden: Tensor = output.last_hidden_state
         if not self.is_last:
             return _announced(hidden.contiguous(), batch.begins)
-        loss = sum_of_losses(self.model, hidden, own.labels, batch.chunk) / batch.items
+        loss = sum_of_losses(self.model, hidden, rows.labels, batch.chunk) / batch.items
         self.losses.append(loss.detach().reshape(1))
         # torch detaches it in place, which a view is not
         return _announced(loss[None].clone(), batch.begins)
 
 
-def _announced(found: Tensor, begins: Callable[[], None] | None) -> Tensor:
+def _announced(output: Tensor, begins: Callable[[], None] | None) -> Tensor:
     """A stage's output, whose backward calls `begins` first."""
-    if begins is not None and found.requires_grad:
+    if begins is not None and output.requires_grad:
         call = begins  # for mypy
 
         def before(grad: Tensor) -> None:
             call()
 
-        found.register_hook(before)
-    return found
+        output.register_hook(before)
+    return output
 
 
 class Draws:
@@ -254,17 +254,17 @@ class Draws:
 
     Args:
         counts: how many slots each stage draws for a microbatch.
-        own: the stages of this rank.
+        stages: the stages of this rank.
         microbatches: of the step.
-        state: if given, all microbatches begin with one state of the generator, and each with an offset of this state
-            of its own, the next one. Afterwards the offset is as before.
-        replays: whether layers may be replayed, which draw nothing from the generator.
+        state: if set, all microbatches begin with one state of the generator, and microbatch i adds i to the offset of
+            this state. The offset is restored afterwards.
+        replays: whether layers may be replayed. Replayed layers draw nothing from the generator.
     """
 
     def __init__(
         self,
         counts: list[int],
-        own: list[int],
+        stages: list[int],
         microbatches: int,
         state: PhiloxState | None = None,
         replays: bool = False,
@@ -276,7 +276,7 @@ class Draws:
             return
         for microbatch in range(microbatches if state is None else 1):
             for stage, count in enumerate(counts):
-                before = torch.get_rng_state() if stage in own else None
+                before = torch.get_rng_state() if stage in stages else None
                 skip_slots(count)
                 if before is not None:
                     self._states[stage, microbatch] = before, torch.get_rng_state()
@@ -286,7 +286,7 @@ class Draws:
         """Draw inside as one process does.
 
         Raises:
-            RuntimeError: there were more or fewer draws than layers said when the model was cut.
+            RuntimeError: the number of draws differs from the one that was counted when the model was cut.
         """
         if not self._any:
             yield
@@ -302,9 +302,9 @@ class Draws:
             finally:
                 if state is not None:
                     state.advance(-microbatch)
-            found = torch.get_rng_state()
-            replayed = self._replays and torch.equal(found, before)
-            if not replayed and not torch.equal(found, after):
+            now = torch.get_rng_state()
+            replayed = self._replays and torch.equal(now, before)
+            if not replayed and not torch.equal(now, after):
                 raise RuntimeError(
                     f"stage {stage} drew another number of random numbers than its layers did when the model was cut: "
                     "do not change dropout, adapters or the mode of single layers after pipeline_parallel"
@@ -321,7 +321,7 @@ class LayerDraws:
         before: how many slots a microbatch draws before each of this rank's layers, by path.
 
     Attributes:
-        placed: the layers that were captured so.
+        placed: paths of the layers that were captured with it.
     """
 
     def __init__(self, before: dict[str, int]) -> None:
@@ -331,7 +331,7 @@ class LayerDraws:
         """Move torch's CPU generator from where a microbatch begins to where `layer` draws.
 
         Raises:
-            ValueError: it is none of `before`.
+            ValueError: `layer` is none of `before`.
         """
         if layer not in self._before:
             raise ValueError(
@@ -341,9 +341,9 @@ class LayerDraws:
         self.placed.add(layer)
 
     def advance(self) -> None:
-        """Nothing: offsets are the caller's, as in eager steps."""
+        """Do nothing: the caller advances offsets, as in eager steps."""
 
 
 def shifted(labels: Tensor) -> Tensor:
-    """int64 [B, S]: at each token the label of the next one."""
+    """int64 [B, S]: for each token the label of the next one."""
     return nn.functional.pad(labels, (0, 1), value=IGNORE)[:, 1:]

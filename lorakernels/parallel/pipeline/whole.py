@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline's ranks have together: trained values and gradients of all stages, a norm, and the whole model."""
+"""Values of all stages of a pipeline: trained parameters, gradients, their norm, and the whole model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.parallel.pipeline.cut import Cut
+from lorakernels.parallel.pipeline.cut import PipelineCut
 from lorakernels.parallel.ranks import comm
 
 _INITIAL = (".lora_A_init", ".lora_B_init")
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """{name: parameter} of this rank's that train."""
+    """{name: parameter} of this rank's parameters that train."""
     return {n: p for n, p in model.named_parameters() if p.requires_grad}
 
 
@@ -26,18 +26,18 @@ def initial(model: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in model.named_buffers() if n.endswith(_INITIAL)}
 
 
-def gathered(cut: Cut, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Collective: {name: tensor} of all ranks' `own`, on the CPU. Trained parameters come in the model's order."""
-    found: dict[str, Tensor] = {}
-    for part in comm.agree(cut.ranks.group, {n: x.cpu() for n, x in own.items()}):
-        found |= part
+def gathered(cut: PipelineCut, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Collective: all ranks' `tensors` by name, on the CPU. Trained parameters come in the model's order."""
+    of_all: dict[str, Tensor] = {}
+    for part in comm.agree(cut.ranks.group, {n: x.cpu() for n, x in tensors.items()}):
+        of_all |= part
     order = {name: i for i, name in enumerate(cut.names)}
-    return dict(sorted(found.items(), key=lambda pair: order.get(pair[0], len(order))))
+    return dict(sorted(of_all.items(), key=lambda pair: order.get(pair[0], len(order))))
 
 
 @contextmanager
-def filled(model: nn.Module, cut: Cut, values: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, the model has all modules, and those of other ranks have `values`; the rest of them is on meta."""
+def filled(model: nn.Module, cut: PipelineCut, values: dict[str, Tensor]) -> Iterator[None]:
+    """Inside, the model has all modules. Modules of other ranks have `values`, and are on meta otherwise."""
     before: list[tuple[dict[str, Any], str, Tensor]] = []
     with cut.structure():
         for path, value in values.items():

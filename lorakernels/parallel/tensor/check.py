@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `parallelize` finds in a model and refuses, before anything is changed."""
+"""The layers of a model that `parallelize` splits, and the models that it refuses, before anything is changed."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _PASS_A_PLAN = "for other models pass plan={pattern: 'column' or 'row'}"
 _KNOWN_LINEARS = (nn.Linear, FrozenFP8Linear, MergeableLinear, LoRALinear)
 
 
-class Found(NamedTuple):
-    """What of a model is split.
+class SplitTargets(NamedTuple):
+    """The layers of a model that are split.
 
     Attributes:
-        layers: {path: decoder layer} of one family; empty with a plan of the caller's.
+        layers: {path: decoder layer} of one family; empty if the caller passed a plan.
         spec: their family, or None.
         cuts: {path of a linear: "column" or "row"}.
     """
@@ -48,11 +48,11 @@ class Found(NamedTuple):
     cuts: dict[str, str]
 
 
-def found_by(model: nn.Module, plan: Mapping[str, str]) -> Found:
+def targets_by(model: nn.Module, plan: Mapping[str, str]) -> SplitTargets:
     """The linears that the patterns of `plan` match. A later pattern does not override an earlier one.
 
     Raises:
-        ValueError: a pattern matches no linear, two say something else of one, or a value is not in CUTS.
+        ValueError: a pattern matches no linear, two patterns disagree about a linear, or a value is not in CUTS.
     """
     linears = [path for path, m in model.named_modules() if isinstance(m, _KNOWN_LINEARS)]
     cuts: dict[str, str] = {}
@@ -67,10 +67,10 @@ def found_by(model: nn.Module, plan: Mapping[str, str]) -> Found:
                 raise ValueError(
                     f"plan[{pattern!r}] is {how!r} for {path}, which is {cuts[path]!r}"
                 )
-    return Found({}, None, cuts)
+    return SplitTargets({}, None, cuts)
 
 
-def found_in(model: nn.Module) -> Found:
+def targets_in(model: nn.Module) -> SplitTargets:
     """The decoder layers of a model of transformers, and the linears in them.
 
     Raises:
@@ -95,7 +95,7 @@ def found_in(model: nn.Module) -> Found:
     how = {place: "column" for place in (*spec.qkv, *spec.gate_up)}
     how |= {place: "row" for place in (spec.output, spec.down)}
     cuts = {f"{path}.{place}": by for path in layers for place, by in how.items()}
-    return Found(layers, spec, cuts)
+    return SplitTargets(layers, spec, cuts)
 
 
 def _objection_to_fused(parts: Parts) -> str:
@@ -106,11 +106,13 @@ def _objection_to_fused(parts: Parts) -> str:
     return ""
 
 
-def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks, vocabulary: bool) -> None:
-    """Refuse another group, or other layers, than those for which parts were read.
+def check_loaded(
+    loaded: LoadedParts, targets: SplitTargets, ranks: Ranks, vocabulary: bool
+) -> None:
+    """Refuse a group or layers other than those for which parts were read.
 
     Raises:
-        ValueError: it is so.
+        ValueError: it names what differs.
     """
     if loaded.ranks.group != ranks.group:
         raise ValueError("mesh must be the one that load_quantized(tp=…) was given, found another")
@@ -119,46 +121,46 @@ def check_loaded(loaded: LoadedParts, found: Found, ranks: Ranks, vocabulary: bo
             "vocabulary must be True, as for load_quantized(tp=…), which read this rank's rows alone, found False"
         )
     read = {path: cut.by for path, cut in loaded.cuts.items()}
-    for path in (*read, *found.cuts):
-        if read.get(path) != found.cuts.get(path):
+    for path in (*read, *targets.cuts):
+        if read.get(path) != targets.cuts.get(path):
             raise ValueError(
                 f"plan must be the one that load_quantized(tp=…) was given: {path} was read by {read.get(path)}, and "
-                f"is to be split by {found.cuts.get(path)}"
+                f"is to be split by {targets.cuts.get(path)}"
             )
 
 
-def check(model: nn.Module, found: Found, ranks: Ranks) -> None:
-    """Refuse what cannot be split.
+def check(model: nn.Module, targets: SplitTargets, ranks: Ranks) -> None:
+    """Refuse a model that cannot be split.
 
     Raises:
-        TypeError: a linear's class is not known.
-        ValueError: sizes or heads that the ranks do not divide, a linear that is merged or sharded, a
-            parameter that trains outside of the split linears, or rows that are over ranks already.
+        ValueError: the ranks do not divide a size or the heads, a linear has an unknown class or is merged or sharded,
+            a parameter outside of the split linears trains, or the rows are over ranks already.
     """
-    refuse(model, "parallelize", found.cuts)
-    check_sizes(model, found, ranks.size)
-    for path in found.cuts:
+    refuse(model, "parallelize", targets.cuts)
+    check_sizes(model, targets, ranks.size)
+    for path in targets.cuts:
         for objection in _objections(model.get_submodule(path)):
             raise ValueError(f"{path} {objection}")
-    _check_trained(model, found)
+    _check_trained(model, targets)
 
 
-def _check_trained(model: nn.Module, found: Found) -> None:
-    if whole := set(_trained_elsewhere(model, found.cuts)):
+def _check_trained(model: nn.Module, targets: SplitTargets) -> None:
+    if whole := set(_trained_elsewhere(model, targets.cuts)):
         raise ValueError(
             f"parameters outside of the split layers cannot train yet, found {sorted(whole)[:4]}"
         )
 
 
-def check_sizes(model: nn.Module, found: Found, size: int, blocks: bool = False) -> None:
-    """Refuse sizes or heads that `size` ranks do not divide; parts that were read have passed this. No value is read.
+def check_sizes(model: nn.Module, targets: SplitTargets, size: int, blocks: bool = False) -> None:
+    """Refuse sizes or heads that `size` ranks do not divide. No value is read.
 
-    With `blocks`, weights count as if they had a scale for each block.
+    Parts that `load_quantized(tp=…)` read have passed this already, and are skipped. With `blocks`, weights count as
+    if they had a scale for each block.
 
     Raises:
-        ValueError: a linear or the model has one.
+        ValueError: it names the layer and the size.
     """
-    for path, how in found.cuts.items():
+    for path, how in targets.cuts.items():
         module: Any = model.get_submodule(path)
         if not isinstance(module, _KNOWN_LINEARS) or is_loaded_part(module):
             continue
@@ -172,21 +174,21 @@ def check_sizes(model: nn.Module, found: Found, size: int, blocks: bool = False)
         in_blocks = blocks or getattr(module, "block_scaling", None) is not None
         if in_blocks and (why_not := why_not_blocks(by, dim, size)):
             raise ValueError(f"{path} {why_not}")
-    if found.spec is not None:
+    if targets.spec is not None:
         _check_heads(model, size)
 
 
 def check_split(model: nn.Module, size: int, blocks: bool) -> None:
     """Refuse a model of transformers that `size` ranks cannot split, by its modules alone: no value is read.
 
-    `blocks`: as for `check_sizes`.
+    `blocks` is that of `check_sizes`.
 
     Raises:
-        ValueError: as `found_in` and `check_sizes`, or a parameter outside of the split linears trains.
+        ValueError: as `targets_in` and `check_sizes`, or a parameter outside of the split linears trains.
     """
-    found = found_in(model)
-    check_sizes(model, found, size, blocks)
-    _check_trained(model, found)
+    targets = targets_in(model)
+    check_sizes(model, targets, size, blocks)
+    _check_trained(model, targets)
 
 
 def _objections(module: nn.Module) -> Iterator[str]:
@@ -197,7 +199,7 @@ def _objections(module: nn.Module) -> Iterator[str]:
     if module.weight.requires_grad:
         yield "has a weight that trains: only adapters and biases of split layers can"
     if keeps_weight(module):
-        yield "is in modules_to_save, which a split layer is not: call merge_and_unload first"
+        yield "is in modules_to_save, which cannot be split: call merge_and_unload first"
     if initial_of(module) is not None:
         yield "has an initial adapter of OLoRA or PiSSA, which cannot be split over ranks yet"
     if any(is_sharded(p) for p in module.parameters(recurse=False)):
@@ -214,15 +216,15 @@ def _check_heads(model: nn.Module, size: int) -> None:
             raise ValueError(f"{name} must be a multiple of the {size} ranks, found {heads}")
 
 
-def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
+def check_vocabulary(model: nn.Module, targets: SplitTargets, ranks: Ranks) -> None:
     """Refuse an embedding or a head that cannot be split by tokens.
 
     Raises:
-        ValueError: with a plan of the caller's, for a model that changes its logits after the head, for other modules
-            than nn.Embedding and nn.Linear, for hooks on them, for one that was to train, a norm of the
-            embedding's rows, or a vocabulary that the ranks do not divide.
+        ValueError: the caller passed a plan, the model changes its logits after the head, the modules are not a plain
+            nn.Embedding and nn.Linear, have hooks, a max_norm or values to restore, or the ranks do not divide the
+            vocabulary.
     """
-    if found.spec is None:
+    if targets.spec is None:
         raise ValueError("vocabulary=True needs a model of transformers, found a plan of modules")
     both: Any = model
     if changed := change_of_logits(both.config.get_text_config()):
@@ -237,7 +239,7 @@ def check_vocabulary(model: nn.Module, found: Found, ranks: Ranks) -> None:
             )
         if kept_parameters(module):
             raise ValueError(
-                f"vocabulary=True replaces the {kind.__name__}, which keeps what it had before training, as one of "
+                f"vocabulary=True replaces the {kind.__name__}, which keeps its values from before training, as one of "
                 "modules_to_save or with a bias: call merge_and_unload first"
             )
         if module._forward_hooks or module._forward_pre_hooks:
@@ -260,9 +262,9 @@ def _trained_elsewhere(model: nn.Module, cuts: Iterable[str]) -> Iterator[str]:
 
 
 def _drawn_from(layer: LoRALinear) -> list[Any] | None:
-    """Seed and offset of the layer's own random state, on whatever device it is; None without one.
+    """Seed and offset of the layer's random state, on any device; None if it has none.
 
-    Of several states, the names: `fork` chooses one at every call, and some differ between ranks on purpose.
+    Several states are compared by name: `fork` chooses one at every call, and some differ between ranks on purpose.
     """
     state = layer.rng_state
     if isinstance(state, PhiloxStates):
@@ -270,20 +272,20 @@ def _drawn_from(layer: LoRALinear) -> list[Any] | None:
     return None if state is None else state.tensor.tolist()
 
 
-def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any]:
-    """What must be equal on all ranks, by what it is called in a message."""
+def fingerprint(model: nn.Module, targets: SplitTargets, sequence: bool) -> dict[str, Any]:
+    """{name for error messages: value} of everything that must be equal on all ranks."""
     loaded = LoadedParts.of(model)
-    own = () if loaded is None else _own_tensors(model, loaded)
+    parts = () if loaded is None else _own_tensors(model, loaded)
     tensors = [
-        (n, x) for n, x in (*model.named_parameters(), *model.named_buffers()) if n not in own
+        (n, x) for n, x in (*model.named_parameters(), *model.named_buffers()) if n not in parts
     ]
-    layers = [m for path in found.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
+    layers = [m for path in targets.cuts if isinstance(m := model.get_submodule(path), LoRALinear)]
     numbers = {m.name: (m.site, m.scaling, m.lora_dropout, _drawn_from(m)) for m in layers}
     modes = {n or "the model": m.training for n, m in model.named_modules()}
     return {
         "sequence_parallel": sequence,
-        "the plans": found.cuts,
-        "the ways in which they were loaded": loaded is not None,
+        "the plans": targets.cuts,
+        "the ways of loading them": loaded is not None,
         **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
         **{f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()},
@@ -296,10 +298,10 @@ def fingerprint(model: nn.Module, found: Found, sequence: bool) -> dict[str, Any
 
 def _own_tensors(model: nn.Module, loaded: LoadedParts) -> set[str]:
     """Names of the tensors of loaded parts that differ from rank to rank."""
-    found = set()
+    names = set()
     for path in (*loaded.cuts, *loaded.vocabulary):
         layer: Any = model.get_submodule(path)
         has_blocks = getattr(layer, "block_scaling", None) is not None
         in_blocks = ("weight_scale_inv",) if has_blocks else ()
-        found |= {f"{path}.{name}" for name in (*layer.dimensions, *in_blocks)}
-    return found
+        names |= {f"{path}.{name}" for name in (*layer.dimensions, *in_blocks)}
+    return names

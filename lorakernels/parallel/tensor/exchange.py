@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What T ranks that hold a linear layer together send each other, and where.
+"""What the T ranks that share a linear layer send each other, and when.
 
     column   W_t [N/T, K], B_t [N/T, R], A whole       row   W_t [N, K/T], A_t [R, K/T], B whole
 
@@ -13,14 +13,14 @@
                  dA = dsᵀ D(x8)                    (3)        dA_t = dsᵀ D(x8_t);  sum dB       (3)
 
 With sequence parallelism a rank has M/T of the M rows on the narrow side. Then (1) gathers rows: bytes and R-wide
-factors, never a plain x or dy. (2) leaves the rank's own rows of the sum, and (3) sums over the ranks, because each saw
-its own rows only. Without it (1) and (3) are nothing, and (2) sums whole tensors.
+factors, never a plain x or dy. (2) leaves a rank its own rows of the sum, and (3) sums over the ranks, because each saw
+its own rows only. Without it, (1) and (3) do nothing, and (2) sums whole tensors.
 
-A mask is drawn at its place in the whole x: `row0` of the own rows, `col0` of the own columns. Sums of R-wide factors
-are taken in fp32, because s and ds are rounded once more than on one GPU. y and dx are summed in their own dtype.
+A mask is drawn at its place in the whole x: `row0` is a rank's first row, `col0` its first column. Sums of R-wide
+factors are taken in fp32, because s and ds are rounded once more than on one GPU. y and dx are summed in their dtype.
 
-autograd/linear/linear.py has a place for each, and projections.py fills them. Under BlockScaling (1) gathers the scales
-of the rows, too. A part ends with a block, so that scales need no reduction.
+autograd/linear/linear.py calls an `OverRanks` for these steps, and projections.py implements it. Under BlockScaling (1)
+gathers the scales of the rows, too. A part ends with a block, so that scales need no reduction.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from lorakernels.values import Scaled
 def gathered(
     ranks: Ranks, part: Scaled, factor: Tensor | None, partial: Tensor | None = None
 ) -> tuple[Scaled, Tensor | None, Tensor | None]:
-    """All rows of an operand and of its R-wide factor; `summed_over_rows` of `partial`, which travels with them.
+    """All rows of an operand and of its R-wide factor. `partial` travels with them, and is summed over the ranks.
 
-    As they are without sequence parallelism.
+    Without sequence parallelism, they are returned unchanged.
     """
     if not ranks.sequence:
         return part, factor, partial

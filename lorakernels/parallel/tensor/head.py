@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of some tokens, from what comes before a model's head. Logits of all of them never exist at once."""
+"""The losses of some tokens, from the hidden states before a model's head. Logits of all tokens never exist at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sum_of_losses(model: Any, hidden: Tensor, labels: Tensor, chunk: int = CHUNK
 
     Args:
         model: of transformers.
-        hidden: [..., H], behind the last norm.
+        hidden: [..., H], after the last norm.
         labels: int64 [...], shifted; IGNORE does not count.
         chunk: number of tokens whose logits exist at the same time, with an nn.Linear as head.
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether all ranks that hold a model together can compute the loss that each of them was asked for.
+"""Check that all ranks that share a model can compute one loss, before a collective.
 
-A rank that raised alone would leave the others in a collective, and so would one whose arguments have another form.
+A rank that raised alone would leave the other ranks waiting in a collective. So would a rank whose arguments have other
+shapes or dtypes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def check_inputs(
 
     Raises:
         TypeError: there are no rows, or `items` is no number.
-        ValueError: `labels` do not fit the rows, tokens or labels on a CPU are not of the vocabulary, or ranks'
+        ValueError: `labels` do not fit the rows, tokens or labels on a CPU are outside of the vocabulary, ranks'
             arguments have other shapes, dtypes or values, or only some ranks train or have gradients on. Where one rank
             raises, all do.
     """
@@ -47,8 +48,8 @@ def check_inputs(
     try:
         form = _form(model, labels, items, inputs)
         values = digests({"labels": labels, "items": items, **inputs}, on_gpu)
-    except Exception as found:  # any: the other ranks wait below
-        error = found
+    except Exception as raised:  # any: the other ranks wait below
+        error = raised
     if comm.alike(group, 2, None if error else (zlib.crc32(form.encode()), digest_of(values))):
         return
     with comm.together(group):
@@ -58,7 +59,7 @@ def check_inputs(
     if len({*forms}) == 1:
         check_values(said, _WHOSE)
     raise ValueError(
-        f"all ranks must compute the loss of arguments of one form, found by rank {forms}"
+        f"all ranks must pass arguments of equal shapes and dtypes, found by rank {forms}"
     )
 
 
@@ -67,12 +68,12 @@ def check_call(model: nn.Module, ranks: Ranks, inputs: Mapping[str, Any], on_gpu
 
     Args:
         model: what is called.
-        ranks: who have parts of its layers.
+        ranks: the group that has parts of its layers.
         inputs: of the call.
         on_gpu: whether to look also where the model is on a GPU, for which the host waits.
 
     Raises:
-        ValueError: on all ranks, if they have other values, or if one has an unknown token on a CPU.
+        ValueError: on all ranks, if their values differ, or if one has an unknown token on a CPU.
     """
     device = next(model.parameters()).device
     if device.type != "cpu" and not on_gpu:
@@ -94,11 +95,11 @@ def check_call(model: nn.Module, ranks: Ranks, inputs: Mapping[str, Any], on_gpu
 
 
 def _form(model: nn.Module, labels: Any, items: Any, inputs: Mapping[str, Any]) -> str:
-    """What ranks must have alike, in words. Errors are those of `check_inputs`."""
+    """A description of what must be equal on all ranks. It raises as `check_inputs` does."""
     rows = next((inputs[name] for name in _ROWS if inputs.get(name) is not None), None)
     if not isinstance(rows, Tensor):
-        found = "none" if rows is None else type(rows).__name__
-        raise TypeError(f"loss needs a tensor of input_ids or inputs_embeds, found {found}")
+        kind = "none" if rows is None else type(rows).__name__
+        raise TypeError(f"loss needs a tensor of input_ids or inputs_embeds, found {kind}")
     wanted, on = rows.shape[:2], rows.device
     right = isinstance(labels, Tensor) and rows.dim() >= 2
     right = right and (labels.shape, labels.dtype, labels.device) == (wanted, torch.int64, on)
@@ -110,8 +111,8 @@ def _form(model: nn.Module, labels: Any, items: Any, inputs: Mapping[str, Any]) 
         raise TypeError(f"items must be a number, found {items!r}")
     refuse_unknown(model, inputs.get("input_ids"), labels)
     how = f"training {model.training}, gradients {torch.is_grad_enabled()}"
-    given = [f"{name} {_shown(value)}" for name, value in sorted(inputs.items())]
-    return "; ".join([how, f"items {_shown(items)}", *given])
+    shown = [f"{name} {_shown(value)}" for name, value in sorted(inputs.items())]
+    return "; ".join([how, f"items {_shown(items)}", *shown])
 
 
 def _shown(value: Any) -> str:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether tokens and labels are of the vocabulary, and equal on ranks that must have equal ones.
+"""Check that tokens and labels are in the vocabulary, and equal on ranks that must have the same rows.
 
-A rank that raised alone would leave the others waiting. Ranks with other tokens would compute one equal, wrong loss.
+A rank that raised alone would leave the others waiting. Ranks with different tokens would all get the same wrong loss.
 
-On a CPU an embedding and a loss raise for a number that they do not know, and asking first costs no wait. On a GPU an
-unknown token is a device assertion, after which the process cannot go on. Asking there lets the host wait.
-So values on a GPU are compared in some calls alone. A loader that gives ranks other rows does so from the first call.
+On a CPU an embedding and a loss raise for an unknown number, and a check before them costs no wait. On a GPU an unknown
+token is a device assertion, after which the process cannot go on, and a check makes the host wait. So values on a GPU
+are compared in some calls only. A loader that gives ranks different rows does so from the first call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from lorakernels.parallel.tensor.head import IGNORE
 from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, VocabularyHead
 
-EVERY = 64  # calls, of which one compares values that lie on a GPU
+EVERY = 64  # one of so many calls compares values on a GPU
 
 
 class Turns:
@@ -30,7 +30,7 @@ class Turns:
         self._calls = 0
 
     def next(self) -> bool:
-        """Whether this call compares what lies on a GPU: the first one and each 64th after it, but in a capture."""
+        """Whether this call compares values on a GPU: the first one and each 64th after it, except in a capture."""
         self._calls += 1
         captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         return self._calls % EVERY == 1 and not captured
@@ -40,7 +40,7 @@ def digests(values: Mapping[str, Any], on_gpu: bool) -> dict[str, int]:
     """{name: a digest} of the tensors in `values` that hold integers or one number.
 
     Args:
-        values: what a call has, by name. Anything else is not looked at, such as `inputs_embeds`.
+        values: arguments of a call, by name. Others, such as `inputs_embeds`, are ignored.
         on_gpu: whether to read a GPU's tensors, for which the host waits.
     """
     return {
@@ -58,14 +58,14 @@ def digest_of(values: Mapping[str, int]) -> int:
 
 
 def check_values(said: list[dict[str, int]], whose: str) -> None:
-    """Refuse ranks that have other values than the first one.
+    """Refuse ranks whose values differ from those of the first one.
 
     Args:
         said: the `digests` of each rank.
-        whose: which ranks they are, in words.
+        whose: what these ranks do, after "all ranks that", such as "have stages".
 
     Raises:
-        ValueError: it names what differs, and where.
+        ValueError: it names what differs, and on which rank.
     """
     for rank, values in enumerate(said):
         both = said[0] | values
@@ -85,7 +85,7 @@ def _digest(x: Tensor) -> int:
 
 
 def vocabulary_of(model: Any) -> int:
-    """How many tokens the embedding of a model of transformers knows; 0 where another rank has it."""
+    """How many tokens the embedding of a model of transformers knows; 0 if another rank has the embedding."""
     embedding = model.get_input_embeddings()
     weight = getattr(embedding, "weight", None)
     if weight is None:
@@ -100,19 +100,19 @@ def unknown(tokens: Tensor, vocabulary: int) -> Tensor:
 
 
 def refuse_unknown(model: Any, tokens: Any, labels: Tensor | None = None) -> None:
-    """Refuse what the model's embedding or head would raise for. Nothing is read from a GPU.
+    """Refuse tokens for which the model's embedding or head would raise. Nothing is read from a GPU.
 
     Args:
         model: a causal language model of transformers, or one rank's stages of it.
-        tokens: int64 [B, S]; anything else is not looked at.
+        tokens: int64 [B, S]; other types are ignored.
         labels: int64 [B, S] before the model's shift; IGNORE does not count.
 
     Raises:
         ValueError: one is outside of the vocabulary.
     """
-    known = vocabulary_of(model)
-    if known and _can_be_read(tokens) and unknown(tokens, known):
-        raise ValueError(f"input_ids must be in [0, {known}), found {_ends(tokens)}")
+    size = vocabulary_of(model)
+    if size and _can_be_read(tokens) and unknown(tokens, size):
+        raise ValueError(f"input_ids must be in [0, {size}), found {_ends(tokens)}")
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is None or not _can_be_read(labels):

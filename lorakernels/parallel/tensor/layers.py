@@ -36,8 +36,8 @@ class Part(SplitModule):
     """What a rank's part adds to a FrozenFP8Linear or a LoRALinear.
 
     Attributes:
-        over: those ranks, and the FP8 scales that they share.
-        flat: whether x and y are [M, 1, …], their rows in one dimension, where they are split by rows.
+        over: the ranks, and the FP8 scales that they share.
+        flat: whether x and y, if they are split by rows, are [M, 1, …] with their rows in one dimension.
         by: "column" or "row".
     """
 
@@ -51,8 +51,8 @@ class Part(SplitModule):
         With sequence parallelism, the other side is this rank's part of the first dimension.
 
         Raises:
-            RuntimeError: under torch.compile, which is not there yet; in the capture of a CUDA graph, before ranks know
-                an FP8 scale or have the memory in which they exchange rows.
+            RuntimeError: under torch.compile, which is not supported yet; in the capture of a CUDA graph, as long as
+                ranks lack an FP8 scale or the memory in which they exchange rows.
             TypeError, ValueError: as for a LoRALinear; TypeError also for float16.
         """
         what = f"{getattr(self, 'name', '') or type(self).__name__} is split over ranks and"
@@ -66,12 +66,12 @@ class Part(SplitModule):
         return y.view(*shape, y.shape[1])
 
     def run_over(self, ranks: Ranks, flat: bool, scales: SharedScales | None) -> None:
-        """From now on, the part runs with those of `ranks`."""
+        """From now on, this part runs together with the other parts, over `ranks`."""
         self.ranks, self.flat = ranks, flat  # `ranks` first: it says why a part cannot be copied
         self.over = Split(self.by, ranks, scales)
 
     def _rows(self, x: Tensor) -> Tensor:
-        """x as its rows are split: with `flat`, a rank's own or all rows in one dimension."""
+        """x with rows in the dimensions that are split: with `flat`, in one."""
         x = getattr(x, OWN_ROWS, x)
         return x.reshape(-1, 1, x.shape[-1]) if self.flat and self.ranks.sequence else x
 
@@ -84,8 +84,8 @@ class Part(SplitModule):
         )
 
     def extra_repr(self) -> str:
-        found = super().extra_repr()  # type: ignore[misc]
-        return f"{found}, part {self.ranks.rank} of {self.ranks.size}"
+        text = super().extra_repr()  # type: ignore[misc]
+        return f"{text}, part {self.ranks.rank} of {self.ranks.size}"
 
 
 class ColumnPart(Part):
@@ -161,14 +161,14 @@ def cut(
     flat: bool = False,
     read: Weight | None = None,
 ) -> None:
-    """Keep this rank's part of a whole layer, in place. The objects of its parameters stay, the weight's excepted.
+    """Keep this rank's part of a whole layer, in place. Its parameters stay the same objects, except for the weight.
 
     Args:
         layer: a FrozenFP8Linear or LoRALinear, which becomes a `kind`. The ranks divide its sizes.
         kind: one of KINDS.
-        ranks: who keep the other parts.
+        ranks: the group whose other ranks keep the other parts.
         flat: see `Part`.
-        read: this rank's part of the weight, where it was read alone and the layer's own has no values.
+        read: this rank's part of the weight, if only that was read, so that the layer's weight has no values.
 
     Raises:
         ValueError: the layer's FP8 state belongs to another group, or a part would end within a block.
@@ -186,12 +186,14 @@ def cut(
         if whole is None:
             continue
         if name == "weight":
-            own = own_part(whole.detach(), dim, ranks) if read is None else read.data
-            layer._parameters[name] = nn.Parameter(own.view(whole.dtype), requires_grad=False)
+            kept = own_part(whole.detach(), dim, ranks) if read is None else read.data
+            layer._parameters[name] = nn.Parameter(kept.view(whole.dtype), requires_grad=False)
         else:
             whole.data, whole.grad = own_part(whole.detach(), dim, ranks), None
-    at = kind.dimensions
-    change_originals(layer, lambda name, x: own_part(x, at[name], ranks) if name in at else x)
+    dimensions = kind.dimensions
+    change_originals(
+        layer, lambda name, x: own_part(x, dimensions[name], ranks) if name in dimensions else x
+    )
     if read is not None:
         layer.weight_scale_inv = read.scale_inv
     for parameter in layer.parameters(recurse=False):
@@ -204,7 +206,7 @@ def cut(
 
 
 class _Author:
-    """A part that constructs the whole layer and cuts it. It returns as Megatron's layers do."""
+    """A part that constructs the whole layer and cuts it. It returns what Megatron's layers return."""
 
     kind: ClassVar[type[Part]]  # what the whole LoRALinear is cut to
     cut_size: ClassVar[str]  # the argument that the ranks divide
@@ -220,12 +222,14 @@ class _Author:
         **options: Any,
     ) -> None:
         layer: Any = self
-        own, sizes = type(self), {"input_size": input_size, "output_size": output_size}
+        cls, sizes = type(self), {"input_size": input_size, "output_size": output_size}
         sequence = options.pop("sequence_parallel", False)
         self.skip_bias_add = options.pop("skip_bias_add", False)
-        for name, there in (("gather_output", False), ("input_is_parallel", True)):
-            if options.pop(name, there) is not there:
-                raise ValueError(f"{name} must be {there}, found {not there}: it is not there yet")
+        for name, supported in (("gather_output", False), ("input_is_parallel", True)):
+            if (value := options.pop(name, supported)) is not supported:
+                raise ValueError(
+                    f"{name} must be {supported}, found {value!r}: only this is supported yet"
+                )
         ranks = Ranks(tp_group, sequence)
         if sizes[self.cut_size] % ranks.size:
             raise ValueError(
@@ -234,7 +238,7 @@ class _Author:
         LoRALinear.__init__(layer, input_size, output_size, config=config, **options)
         self.initialize()
         cut(layer, self.kind, ranks)
-        layer.__class__ = own
+        layer.__class__ = cls
 
     def initialize(self) -> None:
         """Called while the layer is whole, for a subclass to give its weight other values."""
@@ -258,7 +262,7 @@ class ColumnParallelLoRALinear(_Author, ColumnLoRA):  # type: ignore[misc]
             the bias instead of adding it. `gather_output=True` is refused.
 
     Raises:
-        ValueError: the ranks do not divide N, or an option is not there yet.
+        ValueError: the ranks do not divide N, or an option is not supported yet.
         TypeError, KeyError: as for a LoRALinear.
     """
 
@@ -273,7 +277,7 @@ class RowParallelLoRALinear(_Author, RowLoRA):  # type: ignore[misc]
             is this rank's part of the first dimension. `input_is_parallel=False` is refused.
 
     Raises:
-        ValueError: the ranks do not divide K, or an option is not there yet.
+        ValueError: the ranks do not divide K, or an option is not supported yet.
         TypeError, KeyError: as for a LoRALinear.
     """
 

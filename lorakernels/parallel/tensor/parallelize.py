@@ -18,21 +18,21 @@ from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, 
 from lorakernels.parallel.ranks.exchange import row_exchange
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.check import (
-    Found,
+    SplitTargets,
     check,
     check_loaded,
     check_vocabulary,
     fingerprint,
-    found_by,
-    found_in,
+    targets_by,
+    targets_in,
 )
 from lorakernels.parallel.tensor.inputs import check_call, check_inputs
 from lorakernels.parallel.tensor.known_tokens import Turns
 from lorakernels.parallel.tensor.projections import split_parts
 from lorakernels.parallel.tensor.rows import Rows
-from lorakernels.parallel.tensor.split import Cut, LoadedParts, split_linear, split_vocabulary
+from lorakernels.parallel.tensor.split import LayerCut, LoadedParts, split_linear, split_vocabulary
 from lorakernels.parallel.tensor.vocabulary import VocabularyHead
-from lorakernels.parallel.tensor.whole import Place, places, whole_of
+from lorakernels.parallel.tensor.whole import PartPlace, places, whole_of
 
 
 class TensorParallel:
@@ -41,21 +41,21 @@ class TensorParallel:
     Attributes:
         model: the model, of which this rank has its part.
         ranks: the group, this rank's place in it, and whether rows are split.
-        cuts: {path: Cut} of the split layers.
+        cuts: {path: LayerCut} of the split layers.
         mesh: the one-dimensional DeviceMesh of the group.
-        checks_inputs: whether `loss` asks all ranks, on the host, whether its arguments fit and are equal. Values on a
-            GPU are compared in one call of 64, for which the host waits. A call of the model asks so, too. Leave it out
-            where they are right by the way they are made.
+        checks_inputs: whether `loss`, and a call of the model, check on the host that arguments fit and are equal on
+            all ranks. Values on a GPU are compared in one call of 64, for which the host waits. Set it to False if
+            the arguments are always right.
     """
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, cuts: dict[str, Cut], mesh: Any, why: str
+        self, model: nn.Module, ranks: Ranks, cuts: dict[str, LayerCut], mesh: Any, why: str
     ) -> None:
         self.model, self.ranks, self.cuts, self.mesh = model, ranks, cuts, mesh
         self.checks_inputs, self._turns = True, Turns()
-        self._looked = False  # whether `loss` has looked at what the model gets
-        self._why = why  # rows are exchanged as they are
-        self._vocabulary = any(found.by == "vocabulary" for found in cuts.values())
+        self._looked = False  # whether `loss` has checked this call's inputs
+        self._why = why  # the reason for the transport
+        self._vocabulary = any(cut.by == "vocabulary" for cut in cuts.values())
 
     def loss(self, labels: Tensor, items: Any = None, **inputs: Any) -> Tensor:
         """Collective: the mean loss of a causal language model, fp32 [], without the whole logits.
@@ -109,7 +109,7 @@ class TensorParallel:
             values: {name of a trained parameter: a tensor of its shape on this rank}, in one order on all ranks.
 
         Raises:
-            ValueError: a name is not that of a trained parameter, or a shape is not its own.
+            ValueError: a name is not a trained parameter's, or a shape differs from this rank's part.
         """
         return {name: whole_of(value, place) for name, value, place in self._placed(values)}
 
@@ -117,10 +117,10 @@ class TensorParallel:
         """{name: this rank's part} of whole `values`, as copies. The reverse of `gather`.
 
         Raises:
-            ValueError: a name is not that of a trained parameter, or a shape is not the whole parameter's.
+            ValueError: a name is not a trained parameter's, or a shape differs from the whole parameter's.
         """
-        found = self._placed(values, whole=True)
-        return {name: x.clone() if place is None else place.own(x) for name, x, place in found}
+        placed = self._placed(values, whole=True)
+        return {name: x.clone() if place is None else place.part(x) for name, x, place in placed}
 
     @contextmanager
     def whole(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -140,12 +140,12 @@ class TensorParallel:
         mark(self.model, adapters_are_whole=True)
         try:
             for name, value in values.items():
-                # elsewhere, autograd would begin anew
+                # data on another device would reset autograd's accumulator
                 trained[name].data = value.to(before[name].device)
             yield
         finally:
-            for name, own in before.items():
-                trained[name].data = own
+            for name, part in before.items():
+                trained[name].data = part
             mark(self.model, adapters_are_whole=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -162,25 +162,25 @@ class TensorParallel:
             values: {name of a trained parameter: a tensor of its shape on this rank}, such as AdamW's exp_avg.
 
         Raises:
-            ValueError: a name is not that of a trained parameter, or a shape is not its own.
+            ValueError: a name is not a trained parameter's, or a shape differs from this rank's part.
         """
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for name, value, place in self._placed(values):
             placement = Replicate() if place is None else Shard(place.dim)
-            found[name] = DTensor.from_local(
+            tensors[name] = DTensor.from_local(
                 value.detach(), self.mesh, [placement], run_check=False
             )
-        return found
+        return tensors
 
     @staticmethod
     def whole_numel(model: nn.Module) -> Callable[[Tensor], int]:
-        """How many elements the whole tensor of a parameter of `model` has; its own where the model is not split."""
-        at = places(model)
+        """How many elements a parameter of `model` has as a whole tensor."""
+        place_of = places(model)
 
         def count(parameter: Tensor) -> int:
-            place = at.get(id(parameter))
+            place = place_of.get(id(parameter))
             return parameter.numel() * (1 if place is None else place.ranks.size)
 
         return count
@@ -195,9 +195,9 @@ class TensorParallel:
                 the first.
         """
         model, device = self.model, next(self.model.parameters()).device
-        at = places(model)
-        held = {n: p for n, p in self._trained() if id(p) not in at}
-        mine = {f"the values of {name}": checksum(value) for name, value in held.items()}
+        cut = places(model)
+        whole = {n: p for n, p in self._trained() if id(p) not in cut}
+        mine = {f"the values of {name}": checksum(value) for name, value in whole.items()}
         check_equal(comm.agree(self.ranks.group, mine | scales(model) | generators(model, device)))
 
     def together(self) -> AbstractContextManager[None]:
@@ -208,7 +208,7 @@ class TensorParallel:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Collective: scale the gradients down to a norm of `max_norm`, and return the norm before, fp32 [].
 
-        `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank otherwise.
+        `torch.nn.utils.clip_grad_norm_` sees this rank's parts only, and would scale each rank by another factor.
         """
         norm = self.grad_norm()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -221,44 +221,44 @@ class TensorParallel:
     def grad_norm(self) -> Tensor:
         """Collective: the norm of the gradients on one GPU, fp32 [].
 
-        Parts are summed over the ranks, and what all ranks hold counts once.
+        Parts are summed over the ranks, and those of tensors that all ranks hold count once.
         """
-        at, device = places(self.model), next(self.model.parameters()).device
-        found = [(id(p) in at, p.grad) for _, p in self._trained() if p.grad is not None]
-        parts = _sum_of_squares([grad for is_part, grad in found if is_part], device)
-        whole = _sum_of_squares([grad for is_part, grad in found if not is_part], device)
+        place_of, device = places(self.model), next(self.model.parameters()).device
+        grads = [(id(p) in place_of, p.grad) for _, p in self._trained() if p.grad is not None]
+        parts = _sum_of_squares([grad for is_part, grad in grads if is_part], device)
+        whole = _sum_of_squares([grad for is_part, grad in grads if not is_part], device)
         comm.all_reduce(self.ranks.group, parts)
         return (parts + whole).sqrt()[0]
 
     def _placed(
         self, values: Mapping[str, Tensor], whole: bool = False
-    ) -> list[tuple[str, Tensor, Place | None]]:
-        """(name, value, where it lies in the whole tensor) of `values`, which have their parameters' shapes."""
-        trained, at = dict(self._trained()), places(self.model)
+    ) -> list[tuple[str, Tensor, PartPlace | None]]:
+        """(name, value, its place in the whole tensor) of `values`, whose shapes are checked."""
+        trained, place_of = dict(self._trained()), places(self.model)
         kind = "the whole" if whole else "this rank's"
-        found = []
+        placed = []
         for name, value in values.items():
             if name not in trained:
                 raise ValueError(f"values must have names of trained parameters, found {name!r}")
-            place, shape = at.get(id(trained[name])), tuple(trained[name].shape)
+            place, shape = place_of.get(id(trained[name])), tuple(trained[name].shape)
             if whole and place is not None:
                 shape = place.shape(trained[name])
             if tuple(value.shape) != shape:
                 raise ValueError(
                     f"values[{name!r}] must have {kind} shape {shape}, found {tuple(value.shape)}"
                 )
-            found.append((name, value, place))
-        return found
+            placed.append((name, value, place))
+        return placed
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
-        found = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        for name, parameter in found:
+        trained = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        for name, parameter in trained:
             if is_sharded(parameter):
                 raise RuntimeError(
-                    f"{name} is a part of a layer that parallelize split, and FSDP2 shards it, which is not there yet: "
-                    "average gradients by DistributedDataParallel over the other dimension, and take shard_base"
+                    f"{name} is a part of a layer that parallelize split, and FSDP2 shards it, which is not supported "
+                    "yet: average gradients by DistributedDataParallel over the other dimension, and use shard_base"
                 )
-        return found
+        return trained
 
     def __str__(self) -> str:
         ranks = self.ranks
@@ -266,12 +266,12 @@ class TensorParallel:
         if ranks.sequence:
             rows = f"rows split between them and exchanged by {ranks.rows.name!r} ({self._why})"
         lines = [f"{len(self.cuts)} layers over {ranks.size} ranks, {rows}"]
-        for path, (by, whole, own, adapted) in self.cuts.items():
+        for path, (by, whole, part, adapted) in self.cuts.items():
             kind, axes = (
                 "LoRA" if adapted else "frozen",
                 "[V, H]" if by == "vocabulary" else "[N, K]",
             )
-            lines.append(f"  {path}: {kind}, by {by}, {axes} {list(whole)} → {list(own)}")
+            lines.append(f"  {path}: {kind}, by {by}, {axes} {list(whole)} → {list(part)}")
         return "\n".join(lines)
 
 
@@ -293,24 +293,25 @@ def parallelize(
 
     Args:
         model: a model of transformers of a family that `fuse` knows, fused or not, after `apply_lora`; or any, with
-            `plan`, not fused. Or what `load_quantized(tp=…)` read over the same mesh, with the same `plan`, and with
-            `vocabulary` if that was asked for there.
+            `plan`, not fused. Or the parts that `load_quantized(tp=…)` read over the same mesh, with the same `plan`
+            and `vocabulary`.
         mesh: one dimension of a DeviceMesh, such as `mesh["tp"]`.
         plan: {pattern of paths: "column" or "row"}. None splits q, k, v, gate and up by column, o and down by row.
-        sequence_parallel: whether what lies between the split layers is split by rows: norms, residuals, activations.
+        sequence_parallel: whether norms, residuals and activations between the split layers are split by rows.
             With a `plan` the model's own code has to split them, by the first dimension.
         vocabulary: whether the embedding and the head are split, too, by tokens. Both must be frozen. Compute the loss
             by `TensorParallel.loss` then. The model's own forward still works, but gathers the whole logits.
         transport: how rows are exchanged with sequence parallelism. "auto" takes "peer", which reads the other GPUs'
             memory, where all ranks can, else "nccl" or "gloo". The report says which and why.
-        overlap: whether fused layers over an FP8 base on Hopper exchange rows beside their products, where that gains
-            time. None does so with sequence parallelism over "peer". Where True cannot be, a ValueError says why.
+        overlap: whether fused layers over an FP8 base on Hopper exchange rows while their products are computed, where
+            that gains time. None does so with sequence parallelism over "peer". If True is impossible, a ValueError
+            says why.
 
     Raises:
         TypeError: the model has no config of transformers.
         RuntimeError: `transport` is "peer", and a rank cannot read the others' memory.
         ValueError: the mesh has several dimensions, sizes or heads are not divisible, a pattern matches nothing, the
-            ranks' models, FP8 scales, random states or arguments differ, a layer is grouped, merged or sharded, or
+            ranks' models, FP8 scales, random states or arguments differ, a layer is merged or sharded, or
             fused with offloaded activations or FP8 attention, a parameter outside of the split layers trains, or
             `context_parallel` has seen the model. All ranks raise, and nothing is changed.
         torch.OutOfMemoryError: this rank's GPU is full, and so the model is lost. The others raise a ValueError.
@@ -320,26 +321,26 @@ def parallelize(
     ranks = Ranks(mesh.get_group(), sequence_parallel)
     loaded = LoadedParts.of(model)
     with comm.together(ranks.group):
-        found = found_in(model) if plan is None else found_by(model, plan)
+        targets = targets_in(model) if plan is None else targets_by(model, plan)
         if loaded is not None:
-            check_loaded(loaded, found, ranks, vocabulary)
-        check(model, found, ranks)
+            check_loaded(loaded, targets, ranks, vocabulary)
+        check(model, targets, ranks)
         if overlap and not sequence_parallel:
             raise ValueError(
                 "overlap=True needs sequence_parallel=True: nothing else is exchanged by rows"
             )
         rows_read = loaded is not None and bool(loaded.vocabulary)
         if vocabulary and not rows_read:
-            check_vocabulary(model, found, ranks)
-        _refuse_other_groups(model, found, ranks)
-        asked = {"overlap": overlap, "transport": transport, "vocabulary": vocabulary}
-        mine = fingerprint(model, found, sequence_parallel) | asked
+            check_vocabulary(model, targets, ranks)
+        _refuse_other_groups(model, targets, ranks)
+        options = {"overlap": overlap, "transport": transport, "vocabulary": vocabulary}
+        mine = fingerprint(model, targets, sequence_parallel) | options
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
     beside = overlap if sequence_parallel else False
     ranks.rows, why = row_exchange(transport, ranks.group, device, beside)
     with comm.together(ranks.group):  # one rank's GPU may be full
-        cuts = _cut(model, found, ranks, loaded)
+        cuts = _cut(model, targets, ranks, loaded)
         if vocabulary and not rows_read:
             cuts |= split_vocabulary(model, ranks)
     split = TensorParallel(model, ranks, cuts, mesh, why)
@@ -349,26 +350,26 @@ def parallelize(
 
 
 def _cut(
-    model: nn.Module, found: Found, ranks: Ranks, loaded: LoadedParts | None
-) -> dict[str, Cut]:
+    model: nn.Module, targets: SplitTargets, ranks: Ranks, loaded: LoadedParts | None
+) -> dict[str, LayerCut]:
     """Keep this rank's part of the layers that were found, and let them run over the ranks."""
-    flat = found.spec is not None
-    fused = [parts_of(x) for x in found.layers.values() if isinstance(x, FusedDecoderLayer)]
+    flat = targets.spec is not None
+    fused = [parts_of(x) for x in targets.layers.values() if isinstance(x, FusedDecoderLayer)]
     if loaded is not None:
         cuts = loaded.take(model, ranks, flat)
     else:
         for group in (group for parts in fused for group in parts.groups):
-            group.separate()  # its matrices are joined anew, of the parts
+            group.separate()  # its matrices are joined again, from the parts
         cuts = {
-            path: split_linear(model, (path, by), ranks, flat) for path, by in found.cuts.items()
+            path: split_linear(model, (path, by), ranks, flat) for path, by in targets.cuts.items()
         }
     for parts in fused:
         split_parts(parts, ranks)
-    if found.spec is not None and ranks.sequence:
-        first = next(iter(found.layers))
+    if targets.spec is not None and ranks.sequence:
+        first = next(iter(targets.layers))
         base = model.get_submodule(first.rpartition(".")[0].rpartition(".")[0])
-        norm = base.get_submodule(found.spec.last_norm)
-        Rows(ranks).attach([*found.layers.values()], found.spec.attention, norm)
+        norm = base.get_submodule(targets.spec.last_norm)
+        Rows(ranks).attach([*targets.layers.values()], targets.spec.attention, norm)
     return cuts
 
 
@@ -380,8 +381,8 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     return norm.square().reshape(1)
 
 
-def _refuse_other_groups(model: nn.Module, found: Found, ranks: Ranks) -> None:
-    for path in found.cuts:
+def _refuse_other_groups(model: nn.Module, targets: SplitTargets, ranks: Ranks) -> None:
+    for path in targets.cuts:
         state = getattr(model.get_submodule(path), "fp8_state", None)
         if state is not None and state.shared_over not in ((), (ranks.group,)):
             raise ValueError(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Projections of one x over the ranks of a tensor-parallel group, which communicate once for all of them.
 
-One linear layer is one projection. Of a fused layer q, k and v gather one x8 and one s together, and so do gate and up.
-What is sent is in exchange.py. Many rows travel while their product is computed in pieces:
+A linear layer alone is one projection. In a fused layer q, k and v gather one x8 and one s together, and so do gate and
+up. exchange.py lists what is sent. Many rows travel while their product is computed in pieces:
 
-    column       forward: multiply the own rows while the others' x8 comes, then those
-                 backward: dx of each other rank's rows, which go there while that of the own rows is computed; then sum
-    row          forward as column's backward, of y; backward as column's forward, of dy8
+    column       forward: multiply the own rows while x8 of other ranks arrives, then multiply that
+                 backward: dx of each other rank's rows, sent there while dx of the own rows is computed; then sum
+    row          forward as the backward of a column, with y; backward as its forward, with dy8
 
-A column's ds then goes ahead of dx. So each rank adds mask ⊙ (ds A) to its own rows alone, with the ds of all ranks,
+A column's ds is then sent before dx. So each rank adds mask ⊙ (ds A) to its own rows alone, with the ds of all ranks,
 and its dA travels with dx. Where dx and dA both read a mask, its bits are drawn once, before them.
 """
 
@@ -56,7 +56,7 @@ class Split:
 
     Attributes:
         by: "column" or "row".
-        ranks: who hold the other parts.
+        ranks: the group that holds the parts.
         scales: the FP8 scales that they share; None over a plain base.
     """
 
@@ -66,7 +66,7 @@ class Split:
 
     @property
     def spread(self) -> int:
-        """How many times the rows between split layers all rows are."""
+        """The number of all rows over the number of rows that a rank has between split layers."""
         return self.ranks.size if self.ranks.sequence else 1
 
     @property
@@ -74,7 +74,7 @@ class Split:
         return self.ranks.sequence
 
     def check(self, h: Tensor) -> None:
-        """Refuse what split layers do not have yet.
+        """Refuse dtypes that split layers do not support yet.
 
         Raises:
             TypeError: float16.
@@ -116,44 +116,43 @@ class Split:
             if beside is None:
                 whole, s, _ = gathered(self.ranks, operand, s)
                 return linear.project(whole, s, to, stacked_B, out_dtype, residual), s
-            rows = operand.data.shape[0] * self.ranks.size
-            y = operand.data.new_empty((rows, to.weight.shape[0]), dtype=out_dtype)
+            rows_of_all = operand.data.shape[0] * self.ranks.size
+            y = operand.data.new_empty((rows_of_all, to.weight.shape[0]), dtype=out_dtype)
 
-            def product(at: slice, pieces: list[Tensor]) -> None:
+            def product(rows: slice, pieces: list[Tensor]) -> None:
                 x, s = operand._replace(data=pieces[0]), None if len(pieces) == 1 else pieces[1]
-                project_rows(y, at, x, s, to, stacked_B)
+                project_rows(y, rows, x, s, to, stacked_B)
 
-            factors = beside.gather(product, [operand.data, *_given(s)])
+            factors = beside.gather(product, [operand.data, *_as_list(s)])
             return y, None if s is None else factors[0]
-        own, (rows, cols) = to._replace(bias=None), (operand.data.shape[0], to.weight.shape[0])
-        beside = self._beside_sum(to, (rows, cols), out_dtype)
+        unbiased, rows_of_all = to._replace(bias=None), operand.data.shape[0]
+        beside = self._beside_sum(to, (rows_of_all, to.weight.shape[0]), out_dtype)
         if beside is None:
-            partial = linear.project(operand, s, own, stacked_B, out_dtype)
+            partial = linear.project(operand, s, unbiased, stacked_B, out_dtype)
             y, s = summed(self.ranks, partial, s if keeps_s else None, residual)
         else:
             s_here = s
 
-            def part(at: slice) -> Tensor:
-                x = operand._replace(data=operand.data[at])
-                factor = None if s_here is None else s_here[at]
-                return linear.project(x, factor, own, stacked_B, out_dtype)
+            def part(rows: slice) -> Tensor:
+                x = operand._replace(data=operand.data[rows])
+                factor = None if s_here is None else s_here[rows]
+                return linear.project(x, factor, unbiased, stacked_B, out_dtype)
 
-            y, s = beside.sum(part, rows, s if keeps_s else None, residual)
+            y, s = beside.sum(part, rows_of_all, s if keeps_s else None, residual)
         return y if to.bias is None else y.add_(to.bias), s
 
     def _beside_gather(
         self, to: Projections, part: Tensor, backward: bool = False
     ) -> Beside | None:
-        """How the rows of `part` are gathered while a product of all is computed; None if before it."""
+        """How to gather the rows of `part` while a product of all is computed; None to gather first."""
         size, rows = self.ranks.size, part.shape[0]
         if not self._in_pieces(to) or len(to.masks) > 1:
             return None
 
         def slower(multiprocessors: int) -> float:
-            every = [
-                [r for r in (rows, own * rows, (size - 1 - own) * rows) if r] for own in range(size)
-            ]
-            return max(slower_in_pieces(to, each, multiprocessors, backward) for each in every)
+            below_and_above = ((rank * rows, (size - 1 - rank) * rows) for rank in range(size))
+            pieces = [[n for n in (rows, *others) if n] for others in below_and_above]
+            return max(slower_in_pieces(to, p, multiprocessors, backward) for p in pieces)
 
         sent = (size - 1) * part.numel() * part.element_size()
         return self.ranks.rows.beside(sent / GATHERED, slower)
@@ -161,7 +160,7 @@ class Split:
     def _beside_sum(
         self, to: Projections, shape: tuple[int, int], dtype: torch.dtype, backward: bool = False
     ) -> Beside | None:
-        """How a product of this `shape` is summed while it is computed; None if after it."""
+        """How to sum a product of this `shape` while it is computed; None to sum afterwards."""
         size, (rows, cols) = self.ranks.size, shape
         if not self._in_pieces(to):
             return None
@@ -173,7 +172,7 @@ class Split:
         return self.ranks.rows.beside(sent / SUMMED, slower)
 
     def _in_pieces(self, to: Projections) -> bool:
-        """Whether rows may be multiplied in pieces: those of csrc's FP8 kernels, with one scale for all rows."""
+        """Whether a product may be computed in pieces: by csrc's FP8 kernels, with one scale for all rows."""
         if not self.ranks.sequence or not to.quantized or to.batched:
             return False
         device = to.weight.device
@@ -203,7 +202,7 @@ class Split:
         def drawn(to: Projections, rows: int) -> Projections:
             return to if of_A is None or of_x is None else _with_bits(to, rows, dy, up)
 
-        if self.by == "row" or needs.x:  # of a row bytes are sent
+        if self.by == "row" or needs.x:  # a row layer sends bytes
             dy8 = linear.quantize_in_blocks(dy8, to.spec.power_of_two, to.spec.backward_dtype)
         if self.by == "row":
             rows = dy.shape[0]
@@ -213,8 +212,8 @@ class Split:
         else:
             dx, dA = self._column_grads(to, dy8, ds, operand, drawn, (of_x, of_A))
         none: list[Tensor | None] = [None] * len(lora_B)
-        found = linear.unstack_B(to, dB, len(lora_B)) if dB is not None else none
-        return Gradients(dx, [*dA] or none, found)
+        dB_of_each = linear.unstack_B(to, dB, len(lora_B)) if dB is not None else none
+        return Gradients(dx, [*dA] or none, dB_of_each)
 
     def _gathered_grad(
         self,
@@ -224,21 +223,21 @@ class Split:
         dB: Tensor | None,
         dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """(dx of all rows if it has a `dtype`; ds of all rows; dB, summed) of this rank's rows."""
+        """(dx of all rows if it has a `dtype`; ds of all rows; dB, summed), from this rank's rows."""
         beside = None if dtype is None else self._beside_gather(to, dy8.data, backward=True)
         if beside is None or dtype is None:
             dy8, ds, dB = gathered(self.ranks, dy8, ds, dB)
             return None if dtype is None else linear.grad_x(to, dy8, ds, dtype), ds, dB
-        rows = dy8.data.shape[0] * self.ranks.size
-        dx = dy8.data.new_empty((rows, to.weight.shape[1]), dtype=dtype)
+        rows_of_all = dy8.data.shape[0] * self.ranks.size
+        dx = dy8.data.new_empty((rows_of_all, to.weight.shape[1]), dtype=dtype)
 
-        def product(at: slice, pieces: list[Tensor]) -> None:
+        def product(rows: slice, pieces: list[Tensor]) -> None:
             d, factor = dy8._replace(data=pieces[0]), None if len(pieces) == 1 else pieces[1]
-            grad_rows(dx, at, d, factor, to)
+            grad_rows(dx, rows, d, factor, to)
 
-        found = iter(beside.gather(product, [dy8.data, *_given(ds)], _given(dB)))
-        ds = None if ds is None else next(found)
-        return dx, ds, next(found, None)
+        received = iter(beside.gather(product, [dy8.data, *_as_list(ds)], _as_list(dB)))
+        ds = None if ds is None else next(received)
+        return dx, ds, next(received, None)
 
     def _column_grads(
         self,
@@ -255,27 +254,27 @@ class Split:
         """
         dtype, of_A = dtypes
         rows, cols = dy8.data.shape[0], to.weight.shape[1]
-        own = self.ranks.share(rows) if self.ranks.sequence else slice(0, rows)
+        own_rows = self.ranks.share(rows) if self.ranks.sequence else slice(0, rows)
 
         def grads_A(here: Projections, ds: Tensor) -> list[Tensor]:
             return [] if of_A is None else linear.grad_A(here, ds, operand(), (of_A, 0))
 
         if dtype is None:
             needed = None if of_A is None else summed_factor(self.ranks, ds)
-            found = [] if needed is None else grads_A(masks_at(to, own), needed)
-            return None, summed_over_rows(self.ranks, *found)
+            dA = [] if needed is None else grads_A(masks_at(to, own_rows), needed)
+            return None, summed_over_rows(self.ranks, *dA)
         beside = self._beside_sum(to, (rows, cols), dtype, backward=True)
         if beside is None:
             to = drawn(to, rows)
             dx = linear.grad_x(to, dy8, ds, dtype)
             dx, needed = summed(self.ranks, dx, None if of_A is None else ds)
-            found = [] if needed is None else grads_A(masks_at(to, own), needed)
-            return dx, summed_over_rows(self.ranks, *found)
-        here = drawn(masks_at(to, own), own.stop - own.start)
+            dA = [] if needed is None else grads_A(masks_at(to, own_rows), needed)
+            return dx, summed_over_rows(self.ranks, *dA)
+        here = drawn(masks_at(to, own_rows), own_rows.stop - own_rows.start)
         frozen = to._replace(lora_A=None, masks=())
 
-        def part(at: slice, factor: Tensor | None = None) -> Tensor:
-            d = dy8._replace(data=dy8.data[at])
+        def part(rows: slice, factor: Tensor | None = None) -> Tensor:
+            d = dy8._replace(data=dy8.data[rows])
             return linear.grad_x(frozen if factor is None else here, d, factor, dtype)
 
         if ds is None:
@@ -291,8 +290,9 @@ class Split:
         scaling = None if dy8 is not None else self.scaling(dy, spec, backward=True)
         if up is None and scaling is None:
             return dy8 or Scaled(dy), None, None
-        found = ops.quantize_grad(dy, up, scaling, spec.backward_dtype, to.beside)
-        data, scale_inv, ds, dB, _ = found
+        data, scale_inv, ds, dB, _ = ops.quantize_grad(
+            dy, up, scaling, spec.backward_dtype, to.beside
+        )
         if dy8 is None:
             dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
         if up is None:
@@ -302,8 +302,8 @@ class Split:
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
         if self.by == "column":
             return dbias
-        found = iter(summed_over_rows(self.ranks, *(d for d in dbias if d is not None)))
-        return [None if d is None else next(found) for d in dbias]
+        totals = iter(summed_over_rows(self.ranks, *(d for d in dbias if d is not None)))
+        return [None if d is None else next(totals) for d in dbias]
 
 
 def _with_bits(to: Projections, rows: int, dy: Tensor, up: Up | None) -> Projections:
@@ -315,7 +315,7 @@ def _with_bits(to: Projections, rows: int, dy: Tensor, up: Up | None) -> Project
     return to._replace(masks=(mask._replace(dropped=bits),))
 
 
-def _given(x: Tensor | None) -> list[Tensor]:
+def _as_list(x: Tensor | None) -> list[Tensor]:
     return [] if x is None else [x]
 
 

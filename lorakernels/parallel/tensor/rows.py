@@ -2,8 +2,8 @@
 """Sequence parallelism in a transformers model: between split layers, each rank has M/T of the M = batch · length rows.
 
 Before the first decoder layer a rank takes its rows [M/T, 1, H], and after the last norm it gathers all [B, S, H].
-An attention module reads the shape of its input, and hands the input on to q, k and v. It is given a stand-in of the
-whole shape, which carries the rank's rows to those layers. A stand-in's values are NaN: who reads them sees it.
+An attention module reads the shape of its input, and hands the input on to q, k and v. So it gets a stand-in of the
+whole shape, which carries the rank's rows to those layers. Its values are NaN, which shows if code reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import OWN_ROWS
 
 
-class _Take(torch.autograd.Function):
+class _TakeRows(torch.autograd.Function):
     """This rank's rows [M/T, H] of x [M, H]. Its gradient is gathered."""
 
     @staticmethod
@@ -33,7 +33,7 @@ class _Take(torch.autograd.Function):
         return ctx.ranks.rows.gather(dx)[0], None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     """All rows [M, H] of every rank's x [M/T, H]. All ranks have one gradient; each takes its rows of it."""
 
     @staticmethod
@@ -75,8 +75,8 @@ class Rows:
                 f"found {rows} of an input {tuple(x.shape)}; pad the batch"
             )
         self._shape = x.shape
-        own = _Take.apply(x.reshape(rows, -1), self.ranks).unsqueeze(1)
-        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+        part = _TakeRows.apply(x.reshape(rows, -1), self.ranks).unsqueeze(1)
+        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": part})
 
     def _stand_in(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
@@ -87,5 +87,5 @@ class Rows:
         return ((whole, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": whole})
 
     def _leave(self, module: nn.Module, args: Any, y: Tensor) -> Tensor:
-        whole: Tensor = _Gather.apply(y.reshape(-1, y.shape[-1]), self.ranks)
+        whole: Tensor = _GatherRows.apply(y.reshape(-1, y.shape[-1]), self.ranks)
         return whole.view(*self._shape[:-1], -1)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of a model become parts: `parallelize` cuts whole ones, `load_quantized(tp=…)` reads the parts alone.
 
-A model whose parts were read by themselves runs as over ranks that have all rows. Fused layers of such parts wait for
-`parallelize`, which makes the rest of it.
+A model of which only the parts were read runs as without sequence parallelism. Its fused layers raise until
+`parallelize` has finished the split.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from lorakernels.parallel.tensor.vocabulary import VocabularyEmbedding, Vocabula
 from lorakernels.values import Weight
 
 
-class Cut(NamedTuple):
+class LayerCut(NamedTuple):
     """One linear layer that was split.
 
     Attributes:
         by: "column" (its outputs), "row" (its inputs) or "vocabulary" (its tokens).
-        whole, own: [N, K] of the whole layer, and of this rank's part.
+        whole, part: [N, K] of the whole layer, and of this rank's part.
         adapted: whether it has an adapter.
     """
 
     by: str
     whole: tuple[int, int]
-    own: tuple[int, int]
+    part: tuple[int, int]
     adapted: bool
 
 
 class Waiting:
-    """What fused layers of loaded parts ask before `parallelize`. It is an `Over` of fusion/over_ranks.py."""
+    """Stands for the ranks in fused layers of loaded parts, until `parallelize`. It is an `Over` of over_ranks.py."""
 
     spread, flat = 1, False
 
@@ -58,28 +58,28 @@ class LoadedParts(NamedTuple):
     """The linear layers of a model that were read in parts.
 
     Attributes:
-        ranks: who hold the other parts.
-        cuts: {path: Cut} of the layers of the decoder.
-        vocabulary: {path: Cut} of embedding and head, if they were read in parts, too.
+        ranks: the group that holds the parts.
+        cuts: {path: LayerCut} of the layers of the decoder.
+        vocabulary: {path: LayerCut} of embedding and head, if those were read in parts, too.
     """
 
     ranks: Ranks
-    cuts: dict[str, Cut]
-    vocabulary: dict[str, Cut]
+    cuts: dict[str, LayerCut]
+    vocabulary: dict[str, LayerCut]
 
     @classmethod
     def of(cls, model: nn.Module) -> LoadedParts | None:
-        """Those of `model`, until `parallelize` has taken them."""
+        """The loaded parts of `model`, until `parallelize` has taken them."""
         return became(model).parts_as_loaded
 
     def leave(self, model: nn.Module) -> None:
-        """Note them in `model`, for `parallelize`."""
+        """Record the parts in `model`, for `parallelize`."""
         mark(model, parts_as_loaded=self)
         waiting = Waiting()
         for layer in self.layers(model):
             mark(layer, loaded_part=waiting)
 
-    def take(self, model: nn.Module, ranks: Ranks, flat: bool) -> dict[str, Cut]:
+    def take(self, model: nn.Module, ranks: Ranks, flat: bool) -> dict[str, LayerCut]:
         """Let the parts run over `ranks`, as `cut` would. Returns `cuts` and `vocabulary`."""
         mark(model, parts_as_loaded=None)
         for layer in self.layers(model):
@@ -97,7 +97,7 @@ class LoadedParts(NamedTuple):
 
 def split_linear(
     model: nn.Module, cut_by: tuple[str, str], ranks: Ranks, flat: bool, read: Weight | None = None
-) -> Cut:
+) -> LayerCut:
     """Keep this rank's part of a linear layer. `cut_by`: its path, and "column" or "row"; `flat`, `read`: as `cut`."""
     path, by = cut_by
     layer = model.get_submodule(path)
@@ -113,33 +113,33 @@ def split_linear(
     assert isinstance(layer, FrozenFP8Linear)
     whole, adapted = (layer.out_features, layer.in_features), isinstance(layer, LoRALinear)
     cut(layer, KINDS[by, adapted], ranks, flat, read)
-    return Cut(by, whole, (layer.out_features, layer.in_features), adapted)
+    return LayerCut(by, whole, (layer.out_features, layer.in_features), adapted)
 
 
 def split_vocabulary(
     model: Any, ranks: Ranks, read: Mapping[str, Tensor] | None = None
-) -> dict[str, Cut]:
+) -> dict[str, LayerCut]:
     """Keep this rank's rows of the embedding and of the head, and of the head's bias. Tied ones stay so.
 
     Args:
-        model: of transformers, with plain frozen ones.
-        ranks: who have the other rows.
-        read: {path: the rows [V/T, H]} where they were read by themselves; None cuts the weights.
+        model: of transformers, with a plain frozen embedding and head.
+        ranks: the group whose other ranks have the other rows.
+        read: {path: the rows [V/T, H]} if only these were read; None cuts the whole weights.
     """
     cuts, parts = {}, {}
     for old in (model.get_input_embeddings(), model.get_output_embeddings()):
         path = next(path for path, module in model.named_modules() if module is old)
         whole = old.weight
         if id(whole) not in parts:
-            own = whole.detach()[ranks.share(len(whole))].clone() if read is None else read[path]
-            parts[id(whole)] = nn.Parameter(own, requires_grad=False)
+            rows = whole.detach()[ranks.share(len(whole))].clone() if read is None else read[path]
+            parts[id(whole)] = nn.Parameter(rows, requires_grad=False)
         part, bias = parts[id(whole)], getattr(old, "bias", None)
         if bias is not None:
-            own = bias.detach()[ranks.share(len(bias))].clone()
-            bias = nn.Parameter(own, requires_grad=False)
+            rows = bias.detach()[ranks.share(len(bias))].clone()
+            bias = nn.Parameter(rows, requires_grad=False)
         head = isinstance(old, nn.Linear)
         new = VocabularyHead(part, bias, ranks) if head else VocabularyEmbedding(part, ranks)
         replace_module(parents_of(model), old, new.train(old.training))
         width = whole.shape[1]
-        cuts[path] = Cut("vocabulary", (len(whole), width), (len(part), width), False)
+        cuts[path] = LayerCut("vocabulary", (len(whole), width), (len(part), width), False)
     return cuts

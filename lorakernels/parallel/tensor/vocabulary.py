@@ -40,12 +40,12 @@ class VocabularyEmbedding(SplitModule, nn.Module):
         Raises:
             IndexError: a token is outside of the vocabulary, as for nn.Embedding.
         """
-        own, inside = _local(tokens, self.ranks, len(self.weight))
-        known = (tokens >= 0) & (tokens < self.ranks.size * len(self.weight))
-        own = own.where(known, -1)
-        found = F.embedding(own, self.weight).masked_fill_(~inside[..., None], 0.0)
-        comm.all_reduce(self.ranks.group, found)
-        return found
+        rows, inside = _local(tokens, self.ranks, len(self.weight))
+        exists = (tokens >= 0) & (tokens < self.ranks.size * len(self.weight))
+        rows = rows.where(exists, -1)
+        embedded = F.embedding(rows, self.weight).masked_fill_(~inside[..., None], 0.0)
+        comm.all_reduce(self.ranks.group, embedded)
+        return embedded
 
 
 class VocabularyHead(SplitModule, nn.Module):
@@ -59,8 +59,8 @@ class VocabularyHead(SplitModule, nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The whole logits [..., V] of a hidden [..., H] that all ranks have. Collective, forward and backward."""
-        found: Tensor = _Logits.apply(hidden, self)
-        return found
+        logits: Tensor = _Logits.apply(hidden, self)
+        return logits
 
     def loss(self, hidden: Tensor, labels: Tensor, items: Any = None, chunk: int = CHUNK) -> Tensor:
         """Collective: the mean cross-entropy, fp32 [], equal on all ranks.
@@ -68,13 +68,13 @@ class VocabularyHead(SplitModule, nn.Module):
         Args:
             hidden: [M, H], all rows, on every rank.
             labels: int64 [M]; a negative one does not count. Already shifted.
-            items: divide by this number instead of by the labels that count. Where none counts, the loss is 0.
+            items: divide by this number instead of by the labels that count. If no label counts, the loss is 0.
             chunk: how many tokens have logits at a time.
         """
         count = (labels >= 0).sum().clamp(min=1) if items is None else torch.as_tensor(items)
         factor = 1.0 / count.to(hidden.device, torch.float32)
-        found: Tensor = _Loss.apply(hidden, self, labels, factor, chunk)
-        return found
+        loss: Tensor = _Loss.apply(hidden, self, labels, factor, chunk)
+        return loss
 
 
 class _Logits(torch.autograd.Function):
@@ -88,19 +88,19 @@ class _Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, None]:
         head = ctx.head
-        own = dz[..., head.ranks.share(dz.shape[-1])].to(
+        part = dz[..., head.ranks.share(dz.shape[-1])].to(
             head.weight.dtype
         )  # autocast's logits have another
-        dh = (own @ head.weight).to(ctx.dtype).contiguous()
+        dh = (part @ head.weight).to(ctx.dtype).contiguous()
         comm.all_reduce(head.ranks.group, dh)
         return dh, None
 
 
 def _local(tokens: Tensor, ranks: Ranks, rows: int) -> tuple[Tensor, Tensor]:
-    """(indices into this rank's rows, 0 where a token is another rank's; whether it is this rank's)."""
-    own = tokens - ranks.rank * rows
-    inside = (own >= 0) & (own < rows)
-    return own.where(inside, 0), inside
+    """(indices into this rank's rows, 0 where another rank has the token; whether this rank has it)."""
+    index = tokens - ranks.rank * rows
+    inside = (index >= 0) & (index < rows)
+    return index.where(inside, 0), inside
 
 
 class _Loss(torch.autograd.Function):
@@ -136,8 +136,8 @@ def _chunk(hidden: Tensor, head: VocabularyHead, labels: Tensor) -> tuple[Tensor
     z = F.linear(hidden, head.weight, head.bias).float()
     largest = z.amax(1)
     comm.maximum(group, largest)
-    own, inside = _local(labels, head.ranks, len(head.weight))
-    label_z = z.gather(1, own[:, None])[:, 0].where(inside, 0.0)
+    index, inside = _local(labels, head.ranks, len(head.weight))
+    label_z = z.gather(1, index[:, None])[:, 0].where(inside, 0.0)
     e = z.sub_(largest[:, None]).exp_()
     sums = torch.stack((e.sum(1), label_z))
     comm.all_reduce(group, sums)
@@ -145,5 +145,5 @@ def _chunk(hidden: Tensor, head: VocabularyHead, labels: Tensor) -> tuple[Tensor
     ignored = labels < 0
     losses = (sums[0].log() + largest - sums[1]).masked_fill(ignored, 0.0)
     dz = e.div_(sums[0][:, None])
-    dz.scatter_add_(1, own[:, None], -inside.to(dz.dtype)[:, None])
+    dz.scatter_add_(1, index[:, None], -inside.to(dz.dtype)[:, None])
     return losses, dz.masked_fill_(ignored[:, None], 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole values of what the ranks of a tensor-parallel group hold in parts, and parts of whole values."""
+"""Whole tensors, of which the ranks of a tensor-parallel group hold parts, and parts of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import own_part
 
 
-class Place(NamedTuple):
+class PartPlace(NamedTuple):
     """Where a part lies in the whole tensor.
 
     Attributes:
-        ranks: who hold the parts.
+        ranks: the group that holds the parts.
         dim: the dimension in which it is cut.
     """
 
@@ -28,29 +28,29 @@ class Place(NamedTuple):
 
     def shape(self, part: Tensor) -> tuple[int, ...]:
         """The whole tensor's shape."""
-        found = list(part.shape)
-        found[self.dim] *= self.ranks.size
-        return tuple(found)
+        shape = list(part.shape)
+        shape[self.dim] *= self.ranks.size
+        return tuple(shape)
 
     def gather(self, part: Tensor) -> Tensor:
         """Collective: the whole tensor of every rank's `part`."""
         rows = comm.gather_rows(self.ranks.group, part.movedim(self.dim, 0))
         return rows.movedim(0, self.dim).contiguous()
 
-    def own(self, whole: Tensor) -> Tensor:
+    def part(self, whole: Tensor) -> Tensor:
         """A copy of this rank's part of `whole`."""
         return own_part(whole, self.dim, self.ranks)
 
 
-def places(model: nn.Module) -> dict[int, Place]:
-    """{id of a parameter: its place} of the parameters of `model` that are cut. Empty for a model that is not split.
+def places(model: nn.Module) -> dict[int, PartPlace]:
+    """{id of a parameter: its place} of the parameters of `model` that are cut. It is empty for a whole model.
 
-    It is empty inside `TensorParallel.whole`, too.
+    It is also empty inside `TensorParallel.whole`.
     """
     if became(model).adapters_are_whole:
         return {}
     return {
-        id(parameter): Place(module.ranks, module.dimensions[name])
+        id(parameter): PartPlace(module.ranks, module.dimensions[name])
         for module in model.modules()
         if isinstance(module, SplitModule)
         for name, parameter in module.named_parameters(recurse=False)
@@ -63,10 +63,10 @@ def group_of(model: nn.Module) -> Any:
     return next((place.ranks.group for place in places(model).values()), None)
 
 
-def whole_of(tensor: Tensor, place: Place | None) -> Tensor:
+def whole_of(tensor: Tensor, place: PartPlace | None) -> Tensor:
     """A copy of the whole tensor of a parameter, or of a value of its shape. Collective if it is cut."""
-    found = tensor.detach()
-    return found.clone() if place is None else place.gather(found)
+    values = tensor.detach()
+    return values.clone() if place is None else place.gather(values)
 
 
 def check_alike(group: Any, tensors: dict[str, Tensor], what: str) -> None:
