@@ -147,9 +147,6 @@ class Capturer:
         self.graphs.exposed.clear()
         self.backend.release()
 
-    def _layer(self, key: Key) -> Layer:
-        return self.layers[key[0]]
-
     # warm-up
 
     def _warm_up(self) -> None:
@@ -165,7 +162,7 @@ class Capturer:
                 values.pop(buffer.index, None)
 
     def _warm_up_layer(self, key: Key, values: dict[int, Tensor]) -> None:
-        layer, recorded, plan = self._layer(key), self.trace.calls[key], self.plan.calls[key]
+        layer, recorded, plan = self.layers[key[0]], self.trace.calls[key], self.plan.calls[key]
         self._phase = (layer.name, "warm-up")
         inputs = []
         for buffer, sample in zip(plan.inputs, recorded.samples, strict=True):
@@ -184,7 +181,7 @@ class Capturer:
 
     def _forward(self, step: Step) -> None:
         key = (step.layer, step.microbatch)
-        layer, recorded, plan = self._layer(key), self.trace.calls[key], self.plan.calls[key]
+        layer, recorded, plan = self.layers[key[0]], self.trace.calls[key], self.plan.calls[key]
         self._phase = (layer.name, "forward")
         call = GraphedCall(self.graphs, layer.name, step, Step(*key, Direction.BACKWARD))
         self.calls[key] = call
@@ -253,7 +250,7 @@ class Capturer:
 
     def _backward(self, step: Step, advance: Callable[[], None] | None) -> None:
         key = (step.layer, step.microbatch)
-        layer, plan, call = self._layer(key), self.plan.calls[key], self.calls[key]
+        layer, plan, call = self.layers[key[0]], self.plan.calls[key], self.calls[key]
         self._phase = (layer.name, "backward")
         running = self._running.pop(key)
         outputs, grads = [], []

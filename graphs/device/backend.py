@@ -31,7 +31,6 @@ class Graph(Protocol):
     kernels: dict[str, int]
 
     def launch(self, stream: int) -> None: ...
-    def update(self, other: Any) -> str: ...
     def destroy(self) -> None: ...
     def write_dot(self, path: str) -> None: ...
 
@@ -104,12 +103,8 @@ class CudaGraph:
                 self.kernels[name] = count
         self.programmatic_edges = self.graph.programmatic_edges()
 
-    def update(self, other: CudaGraph) -> str:
-        """Take over the addresses in `other`, of the same shape; why not, if CUDA would not."""
-        return self.take_over(other.graph)
-
-    def take_over(self, captured: Any) -> str:
-        """`update` with a `_C.Graph` that need not be instantiated."""
+    def update(self, captured: Any) -> str:
+        """Take over the addresses in a `_C.Graph` of the same shape; why not, if CUDA would not."""
         why_not: str = self.graph.update(captured)
         if not why_not:
             self._take_census()
@@ -190,7 +185,6 @@ class CudaBackend:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """On the side stream, in order with the caller's, for eager work."""
         current = torch.cuda.current_stream(self.device)
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -210,7 +204,7 @@ class CudaBackend:
             graph = extension().graph_end_capture(stream)
         graph.replace_memsets(REPLACED_BYTES)
         if replaced is not None:
-            why_not = replaced.take_over(graph)
+            why_not = replaced.update(graph)
             if not why_not:
                 replaced.graph.upload(stream)
                 captured.graph, captured.made = replaced, "updated"
@@ -220,7 +214,6 @@ class CudaBackend:
         captured.graph = CudaGraph(graph, stream)
 
     def allocate(self, spec: TensorSpec) -> Tensor:
-        """Uninitialized, in the pool."""
         with self._pool.routing():
             return torch.empty_strided(
                 spec.shape, spec.stride, dtype=spec.dtype, device=spec.device
@@ -237,7 +230,6 @@ class CudaBackend:
         return memory.view(spec.dtype).as_strided(spec.shape, spec.stride)
 
     def stream(self) -> int:
-        """The caller's current stream."""
         return torch._C._cuda_getCurrentRawStream(self._index)
 
     def trim(self) -> None:
@@ -250,7 +242,6 @@ class CudaBackend:
         torch.cuda.empty_cache()
 
     def reserved_bytes(self) -> int:
-        """The bytes that the pool holds."""
         segments = torch.cuda.memory_snapshot()
         return sum(s["total_size"] for s in segments if s["segment_pool_id"] == self._pool.id)
 

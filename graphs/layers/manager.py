@@ -144,8 +144,7 @@ class GraphManager:
                 self._tracer.discard()
                 raise
             recorder = self._recorder
-            layers = {call: call.layer for call in recorder.microbatches}
-            trace = self._tracer.finish(recorder.microbatches, layers)
+            trace = self._tracer.finish(recorder.microbatches)
             self.runner.recorded = [RecordedBlock(order, trace, self._attributes)]
             if recorder.num_iterations >= self.warmup_steps:
                 self.capture()

@@ -127,8 +127,7 @@ class BlockRecorder:
         self.microbatches = order.num_microbatches
         if self._tracer is None:
             return None
-        layers = {call: call.layer for call in recorder.microbatches}
-        trace = self._tracer.finish(recorder.microbatches, layers)
+        trace = self._tracer.finish(recorder.microbatches)
         return RecordedBlock(order, trace, self._attributes)
 
     def discard(self) -> None:

@@ -121,10 +121,10 @@ class Tracer:
         """Forget the iteration that is running."""
         self._now = _TracedIteration()
 
-    def finish(self, microbatches: Mapping[Any, int], layers: Mapping[Any, int]) -> Trace:
-        """The trace of the iteration that ends. `microbatches` and `layers` number its calls."""
+    def finish(self, microbatches: Mapping[Any, int]) -> Trace:
+        """The trace of the iteration that ends. `microbatches` numbers its calls, each of a `layer`."""
         now, self._now = self._now, _TracedIteration()
-        key_of = {call: (layers[call], m) for call, m in microbatches.items()}
+        key_of = {call: (call.layer, m) for call, m in microbatches.items()}
         specs, calls = {}, {}
         for call, recorded in now.calls.items():
             if call not in key_of:

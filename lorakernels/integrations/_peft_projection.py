@@ -22,6 +22,7 @@ class PeftProjection(LoRALinear):
     """
 
     layer: Any
+    row0, site, chunks = 0, 0, ()
 
     def __init__(self, layer: Any) -> None:
         self.__dict__["layer"] = layer
@@ -93,18 +94,6 @@ class PeftProjection(LoRALinear):
     @property
     def rng_state(self) -> Any:  # type: ignore[override]
         return self.layer.rng_state
-
-    @property
-    def row0(self) -> int:
-        return 0
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def site(self) -> int:
-        return 0
 
     @property
     def lora_A(self) -> nn.Parameter:  # type: ignore[override]

@@ -7,7 +7,7 @@ is stretched as a whole, by the watts that each kind of kernel draws.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # What the probe's own product and copy reach on the H200 that the constants are of (docs/plan.md)
 PRODUCT = 1635e12  # operations a second of torch's FP8 products, with all tiles busy
@@ -42,10 +42,6 @@ class Machine:
     gemm_watts: float = 867.0
     attention_watts: float = 867.0
     memory_watts: float = 420.0
-
-    def with_memory(self, memory: int) -> Machine:
-        """The same with `memory` bytes a GPU."""
-        return replace(self, memory=memory)
 
 
 MACHINES = {

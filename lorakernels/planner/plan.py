@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -117,7 +117,7 @@ class ShardPlan:
         """
         rates = _machine(machine)
         if memory is not None:
-            rates = rates.with_memory(positive("memory", memory))
+            rates = replace(rates, memory=positive("memory", memory))
         many, length = tokens if isinstance(tokens, tuple) else (1, tokens)
         axes = gpus if isinstance(gpus, PlanAxes) else PlanAxes(gpus)
         axes.check(length, host_memory)

@@ -4,50 +4,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from lorakernels.planner.machine import Machine
-from lorakernels.planner.memory import Bytes, Placement
-from lorakernels.planner.pipeline import Pipeline
-from lorakernels.planner.time import BatchSize, LayerTime
-
-
-class Planned(Protocol):
-    """The attributes of a ShardPlan that a report shows."""
-
-    @property
-    def batch(self) -> BatchSize: ...
-
-    @property
-    def machine(self) -> Machine: ...
-
-    @property
-    def gpus(self) -> int: ...
-
-    @property
-    def placement(self) -> Placement: ...
-
-    @property
-    def saves(self) -> tuple[str, ...]: ...
-
-    @property
-    def bytes(self) -> Bytes: ...
-
-    @property
-    def layer(self) -> LayerTime: ...
-
-    @property
-    def step(self) -> float: ...
-
-    @property
-    def exposed(self) -> float: ...
-
-    @property
-    def pipeline(self) -> Pipeline | None: ...
-
-    @property
-    def rate(self) -> float: ...
-
+if TYPE_CHECKING:
+    from lorakernels.planner.plan import ShardPlan
 
 NAMES = {
     "base": "base, FP8",
@@ -64,12 +24,12 @@ NAMES = {
 }
 
 
-def describe(plan: Planned) -> str:
+def describe(plan: ShardPlan) -> str:
     """All of a plan, some 25 lines."""
     return "\n".join([*_choice(plan), *_memory(plan), *_times(plan)])
 
 
-def _choice(plan: Planned) -> list[str]:
+def _choice(plan: ShardPlan) -> list[str]:
     waiting = plan.gpus * plan.bytes.waiting
     tp = plan.batch.tp
     where = "whole on each GPU" if plan.gpus > 1 else "whole"
@@ -107,7 +67,7 @@ def _choice(plan: Planned) -> list[str]:
     return lines
 
 
-def _memory(plan: Planned) -> list[str]:
+def _memory(plan: ShardPlan) -> list[str]:
     rows = [(text, getattr(plan.bytes, name)) for name, text in NAMES.items()]
     lines = [f"  {text:<24}{size / 1e9:8.2f} GB" for text, size in rows if size]
     total = f"  {'in all':<24}{plan.bytes.total / 1e9:8.2f} GB"
@@ -117,7 +77,7 @@ def _memory(plan: Planned) -> list[str]:
     return [whose, *lines, f"{total}, of tensors {plan.bytes.peak / 1e9:.2f}"]
 
 
-def _times(plan: Planned) -> list[str]:
+def _times(plan: ShardPlan) -> list[str]:
     layer = plan.layer
     shown = (
         ("forward", layer.forward),

@@ -81,9 +81,6 @@ class KernelSeconds:
             self.memory + other.memory,
         )
 
-    def __mul__(self, times: float) -> KernelSeconds:
-        return KernelSeconds(self.gemm * times, self.attention * times, self.memory * times)
-
     @property
     def seconds(self) -> float:
         return self.gemm + self.attention + self.memory

@@ -196,7 +196,7 @@ def test_an_update_takes_over_what_the_kernels_write(capture: Captures) -> None:
         capture.launch(graph)
         check(*way)
         assert not unused[0].any()
-        assert graph.update(other) == ""  # which leaves the first capture in `other`
+        assert graph.update(other.graph) == ""  # which leaves the first capture in `other`
 
 
 def test_which_memsets_stay(capture: Captures) -> None:

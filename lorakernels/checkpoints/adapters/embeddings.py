@@ -152,8 +152,8 @@ def _put(module: nn.Module, name: str, value: Tensor) -> Callable[[], object]:
         return lambda: module.load_state_dict(before, strict=False)
     parameter = module._parameters[name]
     assert parameter is not None
-    local = _local(parameter).detach()
-    new = _local(value).to(local.device)
+    local = local_part(parameter).detach()
+    new = local_part(value).to(local.device)
     if is_same_base(local, new):
         return lambda: None
     kept = local.to("cpu", copy=True)
@@ -264,5 +264,6 @@ def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor; another one as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

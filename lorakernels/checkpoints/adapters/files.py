@@ -10,13 +10,14 @@ import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lorakernels.checkpoints.adapters.embeddings import (
     check_embeddings,
+    local_part,
     put_embeddings,
     resized_embeddings,
     take_embeddings,
@@ -209,17 +210,12 @@ def _check_alike(model: nn.Module, tensors: dict[str, Tensor], what: str) -> Non
             check_alike(group, tensors, what)
 
 
-class _Fitting(NamedTuple):
-    """The tensors of a file for a model: the adapter's `tensors` by key, and the base's `embeddings` by path."""
-
-    tensors: dict[str, Tensor]
-    embeddings: dict[str, Tensor]
-
-
 def _fitting(
     model: nn.Module, tensors: dict[str, Tensor], folder: Path, config: LoRAConfig
-) -> _Fitting:
-    """`tensors` that were read from `folder`, whole and by key, as they fit `model`. They are changed in place.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """`tensors` that were read from `folder`, whole and by key, as they fit `model`, changed in place.
+
+    Returns the adapter's tensors by key, and those of the base's embeddings by path.
 
     Raises:
         ValueError: as for `load_adapter`.
@@ -262,7 +258,7 @@ def _fitting(
     if adapted:
         _check_scaling(model, config, folder)
         check_initial_values(model, split_initial(model, tensors), folder)
-    return _Fitting(tensors, values)
+    return tensors, values
 
 
 def read_adapter(model: nn.Module, path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -319,23 +315,21 @@ def _copy_values(model: nn.Module, tensors: dict[str, Tensor], is_trainable: boo
     The old values are kept on the host and copied back if an exception occurs.
     """
     current, place_of = adapter_tensors(model), places(model)
-    before = {key: _local(tensor).detach().to("cpu", copy=True) for key, tensor in current.items()}
+    before = {
+        key: local_part(tensor).detach().to("cpu", copy=True) for key, tensor in current.items()
+    }
     try:
         with _together(model):
             for key, tensor in current.items():
                 tensor.copy_(_like(tensors[key], tensor, place_of.get(id(tensor))))
     except BaseException:
         for key, tensor in current.items():
-            _local(tensor).copy_(before[key])
+            local_part(tensor).copy_(before[key])
         raise
     if not is_trainable:
         for tensor in current.values():
             tensor.requires_grad_(False)
         model.eval()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def _whole(tensor: Tensor, place: PartPlace | None) -> Tensor:

@@ -40,8 +40,10 @@ def check_scalings(layers: Mapping[str, LoRALinear]) -> None:
 
 def join_initial(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     """Put A0 and −B0 behind A and B in `tensors`, which are whole and on the CPU."""
-    for name, values in _negated(model).items():
-        for part, value in values.items():
+    for name, layer in _initials(model).items():
+        initial = initial_of(layer)
+        assert initial is not None
+        for part, value in (("lora_A", initial[0]), ("lora_B", -initial[1])):
             key = f"{PREFIX}{name}.{part}.weight"
             both = (tensors[key], value.detach().to("cpu"))
             tensors[key] = torch.cat(both, _DIMS[part])
@@ -75,32 +77,19 @@ def split_initial(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
     return initial
 
 
-def differing(model: nn.Module, initial: Mapping[str, Tensor]) -> list[str]:
-    """The names in `initial` (from `split_initial`) whose values differ from the model's, compared in its dtype."""
-    named = {clean_path(name): value for name, value in model.named_buffers()}
-    return [
-        name
-        for name, value in initial.items()
-        if name not in named or not torch.equal(value.to(named[name]), named[name])
-    ]
-
-
 def check_initial_values(model: nn.Module, initial: Mapping[str, Tensor], folder: Path) -> None:
     """ValueError if the file's adapter started from other values than the layers of `model`.
 
     Their weights lack what the model's own initialisation took, so the file's A and B do not fit them.
     """
-    if wrong := differing(model, initial):
+    named = {clean_path(name): value for name, value in model.named_buffers()}
+    wrong = [
+        name
+        for name, value in initial.items()
+        if name not in named or not torch.equal(value.to(named[name]), named[name])
+    ]
+    if wrong:
         raise ValueError(
             f"the adapter in {folder} does not fit this model: it started from other initial values in "
             f"{len(wrong)} tensors, e.g. {wrong[0]}. Load it into the plain model, where it has twice the rank"
         )
-
-
-def _negated(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    negated = {}
-    for name, layer in _initials(model).items():
-        initial = initial_of(layer)
-        assert initial is not None
-        negated[name] = {"lora_A": initial[0], "lora_B": -initial[1]}
-    return negated

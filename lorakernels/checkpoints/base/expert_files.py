@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -103,7 +103,7 @@ class _Experts:
             str, tuple[int, int]
         ] = {}  # of each part of a layer with one scale for each
         self._renamed: dict[str, str] = {}
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         joined: dict[str, dict[int, str]] = {}
         for name, info in source.tensors.items():
             if match := _PART.fullmatch(name):
@@ -114,7 +114,7 @@ class _Experts:
                 router = _ROUTER.fullmatch(name)
                 shown = f"{router[1]}mlp.gate.weight" if router else name
                 self._renamed[shown] = name
-                self._tensors[shown] = info
+                self.tensors[shown] = info
         for path, parts in joined.items():
             self._join(path, parts, block)
 
@@ -141,22 +141,15 @@ class _Experts:
             n, k = self.source.tensors[names[0].removesuffix("_scale_inv")].shape
             shape = self._blocks[path] = (-(-n // block[0]), -(-k // block[1]))
         self._parts[path] = names
-        self._tensors[path] = replace(
+        self.tensors[path] = replace(
             first, shape=(shape[0] * expected, *shape[1:]) if shape else ()
         )
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return self._tensors
 
     def mapped_bytes(self, shard: str) -> int:
         return self.source.mapped_bytes(shard)
 
-    def open(self, shard: str) -> AbstractContextManager[Callable[[str], Tensor]]:
-        return self._open(shard)
-
     @contextmanager
-    def _open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
+    def open(self, shard: str) -> Iterator[Callable[[str], Tensor]]:
         with self.source.open(shard) as read:
 
             def one(name: str) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -200,11 +200,8 @@ class Renamed:
     def mapped_bytes(self, shard: str) -> int:
         return self._source.mapped_bytes(shard)
 
-    def open(self, shard: str) -> AbstractContextManager[Read]:
-        return self._open(shard)
-
     @contextmanager
-    def _open(self, shard: str) -> Iterator[Read]:
+    def open(self, shard: str) -> Iterator[Read]:
         with self._source.open(shard) as read:
 
             def by_name(shown: str, *part: Any) -> Tensor:

@@ -42,14 +42,5 @@ class BaseFiles:
             config.quantization_config = self._format.quantization_config or declared
 
     def left_out(self, model: Any, config: Any, unexpected: Collection[str]) -> list[str]:
-        """The tensors that transformers has left out by its own lists.
-
-        Args:
-            model: what transformers has loaded.
-            config: as it is read from config.json.
-            unexpected: the tensors for which transformers had no place, by the names that it gave them.
-
-        Raises:
-            ValueError: another tensor had no place in the model, or two have one place.
-        """
+        """`check_all_used` of the directory's tensors."""
         return check_all_used(model, config, self._tensors, unexpected)

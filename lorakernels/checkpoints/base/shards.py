@@ -77,17 +77,13 @@ class Directory:
                 f"{self._pickle()}"
             )
         check_one_set(self.path, self.shards)
-        self._tensors: dict[str, TensorInfo] = {}
+        self.tensors: dict[str, TensorInfo] = {}
         for name in self.shards:
             for tensor, info in self._header(name, index).items():
-                if tensor in self._tensors:
-                    other = self._tensors[tensor].shard
+                if tensor in self.tensors:
+                    other = self.tensors[tensor].shard
                     raise ValueError(f"{tensor} is in {other} and in {name}, but not in {INDEX}")
-                self._tensors[tensor] = info
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return self._tensors
+                self.tensors[tensor] = info
 
     def mapped_bytes(self, shard: str) -> int:
         return (self.path / shard).stat().st_size

@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,16 +135,11 @@ def check_export(
     return plan.bytes
 
 
-class _Opened(NamedTuple):
-    """A base: its model on the meta device, its tensors by the model's names, and the block of its FP8."""
+def _opened(base: Path) -> tuple[Any, Renamed, tuple[int, ...]]:
+    """Read configs and headers, and refuse formats that are not supported.
 
-    skeleton: Any
-    files: Renamed
-    block: tuple[int, ...]
-
-
-def _opened(base: Path) -> _Opened:
-    """Read configs and headers, and refuse formats that are not supported."""
+    Returns the model on the meta device, the tensors by the model's names, and the block of the base's FP8.
+    """
     files, config = Directory(base), config_of(base, None)
     block = take_format(files, config).block
     make = causal_lm(config, "merge_and_unload merges the adapter into a model in memory")
@@ -154,7 +149,7 @@ def _opened(base: Path) -> _Opened:
     modules = dict(skeleton.named_modules())
     # What belongs to none of them is copied
     check_places(skeleton, config, [n for n in renamed.tensors if n.rpartition(".")[0] in modules])
-    return _Opened(skeleton, renamed, block)
+    return skeleton, renamed, block
 
 
 def _check_places(target: Path, others: dict[str, Path]) -> None:

@@ -25,6 +25,7 @@ from lorakernels.checkpoints.adapters.embeddings import (
     take_embeddings,
 )
 from lorakernels.checkpoints.adapters.keys import (
+    PREFIX,
     check_keys,
     expected_tensors,
     stacks_of,
@@ -45,10 +46,8 @@ from lorakernels.config import LoRAConfig
 from lorakernels.modules.experts.layer import named_parameters
 from lorakernels.modules.model.targets import match_saved, match_targets
 
-_PREFIX = "base_model.model."
 _FLOATS = ("F64", "F32", "BF16", "F16", E4M3, "F8_E5M2")
 _PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,10 @@ class Out:
     @property
     def layout(self) -> dict[str, tuple[str, tuple[int, ...], int]]:
         name, scale_name = self.written
-        layout = {name: (self.dtype, self.shape, self._bytes(self.shape, self.dtype))}
+        parts = [(name, self.dtype, self.shape)]
         if self.block:
-            scales = tuple(-(-n // b) for n, b in zip(self.shape, self.block, strict=True))
-            layout[scale_name] = ("F32", scales, self._bytes(scales, "F32"))
-        return layout
-
-    def _bytes(self, shape: tuple[int, ...], dtype: str) -> int:
-        return TensorInfo("", shape, dtype).bytes
+            parts.append((scale_name, "F32", _blocks(self.shape, self.block)))
+        return {n: (dtype, shape, TensorInfo("", shape, dtype).bytes) for n, dtype, shape in parts}
 
 
 @dataclass
@@ -162,13 +157,13 @@ def read_adapter(model: nn.Module, folder: Path, files: TensorSource) -> Adapter
     deltas = {}
     for path in paths:
         lora_A, lora_B = (
-            tensors.pop(f"{_PREFIX}{path}.lora_{which}.weight") for which in ("A", "B")
+            tensors.pop(f"{PREFIX}{path}.lora_{which}.weight") for which in ("A", "B")
         )
         deltas[path] = (lora_A, lora_B, config.scaling_for(path))
     if experts:
         deltas |= _of_experts(config, experts, tensors, files)
     biases = {f"{path}.base_layer.bias": f"{path}.bias" for path in paths}
-    names = {key: key.removeprefix(_PREFIX) for key in tensors}
+    names = {key: key.removeprefix(PREFIX) for key in tensors}
     values = {biases.get(name, name): tensors[key] for key, name in names.items()}
     return AdapterChanges(deltas, values | _changed(model, embeddings, files))
 
@@ -208,7 +203,7 @@ def _of_experts(
         for expert in range(number):
             layer = f"{path}.{expert}"
             lora_A, lora_B = (
-                tensors.pop(f"{_PREFIX}{layer}.lora_{factor}.weight") for factor in "AB"
+                tensors.pop(f"{PREFIX}{layer}.lora_{factor}.weight") for factor in "AB"
             )
             if layer not in by_layer:
                 raise ValueError(
@@ -229,11 +224,10 @@ def plan_merge(
     `model` may be on the meta device.
 
     Raises:
-        ValueError: the base lacks a tensor that the adapter changes, holds one of another shape, or holds FP8
-            without scales. Also if `fp8` would change no layer.
+        ValueError: the base lacks a tensor that the adapter changes, or holds one of another shape. Also if `fp8`
+            would change no layer.
     """
     infos = {k: i for k, i in files.tensors.items() if not _is_side(k)}
-    _check_scales(infos, files)
     _check_shapes(model, infos)
     names, untied = _names(model, infos, adapter)
     main = _main_dtype(model, infos)
@@ -249,7 +243,7 @@ def plan_merge(
         out = Out(name, source, _dtype_of(name, info, adapter, main), info.shape)
         if name in linear:
             same = name not in changed and info.dtype == E4M3
-            same = same and files.tensors[f"{source}_scale_inv"].shape == _blocks(info, block)
+            same = same and files.tensors[f"{source}_scale_inv"].shape == _blocks(info.shape, block)
             out = Out(name, source, E4M3, info.shape, block, keeps=same)
         out = replace(out, file_name=files.original.get(name, ""))
         shards.setdefault(info.shard, []).append(out)
@@ -259,12 +253,6 @@ def plan_merge(
 def _is_side(name: str) -> bool:
     """True for scales that accompany an FP8 weight, and for fixed activation scales, which a merge makes stale."""
     return name.endswith(("_scale_inv", ".activation_scale", ".input_scale"))
-
-
-def _check_scales(infos: dict[str, TensorInfo], files: TensorSource) -> None:
-    for name, info in infos.items():
-        if info.dtype == E4M3 and f"{name}_scale_inv" not in files.tensors:
-            raise ValueError(f"{name} is {E4M3} without {name}_scale_inv")
 
 
 def _check_shapes(model: nn.Module, infos: dict[str, TensorInfo]) -> None:
@@ -305,12 +293,12 @@ def _dtype_of(name: str, info: TensorInfo, adapter: AdapterChanges, main: str) -
     if info.dtype not in _FLOATS:
         return info.dtype
     merged = name.removesuffix(".weight") in adapter.deltas
-    keeps = _SIZES.get(info.dtype, 1) > 2 and info.dtype != main
+    keeps = info.dtype in ("F64", "F32") and info.dtype != main
     return info.dtype if keeps and not merged else "BF16"
 
 
-def _blocks(info: TensorInfo, block: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(-(-n // b) for n, b in zip(info.shape, block, strict=True))
+def _blocks(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
 
 
 def _fp8_linear(

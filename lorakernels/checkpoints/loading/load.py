@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ def load_quantized(
     if mesh is not None or as_offload(offload).fraction:
         place = Place.of(mesh, target)
         shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
-    loader = _Loader(model, files, plan, recipe, _Places(target, shards, others, parts))
+    loader = _Loader(model, files, plan, recipe, target, shards, others, parts)
     report = None
     with nullcontext() if shards is None else shards, together():
         loader.run(_Line() if progress is True else progress or None)
@@ -290,20 +290,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
 
 
-class _Places(NamedTuple):
-    """The destination of values: on `device`, in `shards` if there are any, and not for `others`.
-
-    `parts` says what of a tensor is read.
-    """
-
-    device: torch.device
-    shards: ShardedWeights | None
-    others: OtherStages | None
-    parts: TensorParts | None
-
-
 class _Loader:
-    """Reads one shard after the other and puts each tensor where the plan says."""
+    """Reads one shard after the other and puts each tensor where the plan says.
+
+    Values go to `device`, into `shards` if there are any, and not for `others`. `parts` says what of a tensor is read.
+    """
 
     def __init__(
         self,
@@ -311,11 +302,13 @@ class _Loader:
         files: TensorSource,
         plan: LoadPlan,
         recipe: Recipe,
-        places: _Places,
+        device: torch.device,
+        shards: ShardedWeights | None,
+        others: OtherStages | None,
+        parts: TensorParts | None,
     ) -> None:
-        self.device, self.shards, self.others, self.parts = places
-        self.model, self.files, self.plan = model, files, plan
-        self.recipe = recipe
+        self.model, self.files, self.plan, self.recipe = model, files, plan, recipe
+        self.device, self.shards, self.others, self.parts = device, shards, others, parts
         self.state: FP8State | None = None
         if isinstance(recipe, DelayedScaling):
             self.state = FP8State(plan.quantized, recipe, self.device)

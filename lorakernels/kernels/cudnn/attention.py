@@ -173,13 +173,7 @@ def forward(
     out = q.new_empty((*shape, form.heads, form.dim))
     n = (tokens, form.heads) if form.tokens else (form.rows, form.heads, form.longest)
     stats = torch.empty(n, dtype=torch.float32, device=q.device)
-    tensors = {
-        TensorId.Q: q,
-        TensorId.K: k,
-        TensorId.V: v,
-        TensorId.OUT: out,
-        TensorId.STATS: stats,
-    }
+    tensors = dict(zip(TensorId, (q, k, v, out, stats), strict=False))
     _execute(form, False, q.device, tensors, offsets)
     return out, stats
 
@@ -193,13 +187,7 @@ def forward_fp8(form: Form, data: Tensor, factors: Tensor) -> tuple[Tensor, Tens
         2, 4, dtype=torch.float32, device=data.device
     )  # cuDNN writes them; they are not read
     q, k, v = data.split([heads, kv, kv], 2)
-    tensors = {
-        TensorId.Q: q,
-        TensorId.K: k,
-        TensorId.V: v,
-        TensorId.OUT: out,
-        TensorId.STATS: stats,
-    }
+    tensors = dict(zip(TensorId, (q, k, v, out, stats), strict=False))
     tensors |= {TensorId.AMAX_S: amaxes[0], TensorId.AMAX_O: amaxes[1]}
     tensors |= dict(zip(FACTORS, factors.unbind(), strict=False))
     _execute(form, False, data.device, tensors, None)
@@ -213,20 +201,12 @@ def backward(
 
     `form` is from `for_backward`; of packed sequences q lies as out does, too.
     """
-    q, k, v, out, stats = kept
+    q, k, _, out, _ = kept
     dq = torch.empty_like(out)
     shape = (*out.shape[:-2], form.kv_heads, form.dim)
     if form.tokens_kv:  # keys without queries get nothing
         shape = (k.shape[0] * k.shape[2], *shape[-2:])
     dk, dv = (q.new_zeros(shape) if form.tokens_kv else q.new_empty(shape) for _ in range(2))
-    tensors = {
-        TensorId.Q: q,
-        TensorId.K: k,
-        TensorId.V: v,
-        TensorId.OUT: out,
-        TensorId.STATS: stats,
-        TensorId.DOUT: dout,
-    }
-    tensors |= {TensorId.DQ: dq, TensorId.DK: dk, TensorId.DV: dv}
+    tensors = dict(zip(TensorId, (*kept, dout, dq, dk, dv), strict=False))
     _execute(form, True, q.device, tensors, offsets)
     return dq, dk, dv

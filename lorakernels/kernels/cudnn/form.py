@@ -16,7 +16,10 @@ FP8_TRIED = "1.28."
 
 
 class TensorId(IntEnum):
-    """The tensors of all graphs. From DESCALE_Q on they are of FP8 alone: one fp32 number each."""
+    """The tensors of all graphs, in the order in which attention.py names them.
+
+    From DESCALE_Q on they are of FP8 alone: one fp32 number each.
+    """
 
     Q = 1
     K = 2
@@ -173,14 +176,11 @@ class _Builder:
     def _dims(self, heads: int, longest: int | None = None) -> list[int]:
         return [self.form.rows, heads, longest or self.form.longest, self.form.dim]
 
-    def _strided(self, strides: tuple[int, int, int]) -> list[int]:
-        return [*strides, 1]
-
     def _input(
         self, key: TensorId, heads: int, strides: tuple[int, int, int], offsets: TensorId
     ) -> Any:
         longest = self.form.keys if key in (TensorId.K, TensorId.V) else self.form.longest
-        made = self._tensor(key, self._dims(heads, longest), self._strided(strides), self.io)
+        made = self._tensor(key, self._dims(heads, longest), [*strides, 1], self.io)
         self._packed(made, offsets)
         return made
 
@@ -222,9 +222,7 @@ class _Builder:
         out, stats = self.graph.sdpa(
             name="attention", q=qkv[0], k=qkv[1], v=qkv[2], is_inference=False, **self.options
         )
-        self._output(
-            out, TensorId.OUT, (self._dims(form.heads), self._strided(form.out)), TensorId.AT_OUT
-        )
+        self._output(out, TensorId.OUT, (self._dims(form.heads), [*form.out, 1]), TensorId.AT_OUT)
         self._output(stats, TensorId.STATS, self._stats(), TensorId.AT_STATS)
 
     def _add_fp8(self, qkv: list[Any]) -> None:
@@ -241,7 +239,7 @@ class _Builder:
             **factors,
             **self.options,
         )
-        out = (self._dims(self.form.heads), self._strided(self.form.out))
+        out = (self._dims(self.form.heads), [*self.form.out, 1])
         layouts = (out, self._stats(), (one, one), (one, one))
         places = (TensorId.OUT, TensorId.STATS, TensorId.AMAX_S, TensorId.AMAX_O)
         for made, key, layout in zip(outputs, places, layouts, strict=True):
@@ -269,8 +267,8 @@ class _Builder:
             use_deterministic_algorithm=form.deterministic,
             **self.options,
         )
-        dq = (self._dims(form.heads), self._strided(form.out))
-        dkv = (self._dims(form.kv_heads, form.keys), self._strided(form.kv))
+        dq = (self._dims(form.heads), [*form.out, 1])
+        dkv = (self._dims(form.kv_heads, form.keys), [*form.kv, 1])
         self._output(gradients[0], TensorId.DQ, dq, TensorId.AT_OUT)
         self._output(gradients[1], TensorId.DK, dkv, TensorId.AT_KV)
         self._output(gradients[2], TensorId.DV, dkv, TensorId.AT_KV)

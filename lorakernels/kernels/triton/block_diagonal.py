@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton import quantize
 from lorakernels.kernels.triton.launch import launch as launch_kernel
+from lorakernels.kernels.triton.launch import on_device
 from lorakernels.kernels.triton.quantize import begin
 from lorakernels.numerics.segments import adapters_of
 from lorakernels.values import SideBySide
@@ -133,8 +133,7 @@ def launch(
     adapters = max(1, adapters_of(whole))
     columns = triton.next_power_of_2(r[-1])
     tile = tile_of(adapters, columns)
-    device = whole.device if whole.device.type == "cuda" else -1  # none for the interpreter
-    with torch.cuda.device(device):
+    with on_device(whole):
         launch_kernel(
             _block_diagonal_kernel,
             (triton.cdiv(n[-1], tile), adapters),

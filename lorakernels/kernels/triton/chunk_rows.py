@@ -13,14 +13,13 @@ Each element is read once and written once. torch's ops read and wrote keys and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakernels.kernels.triton.launch import on_device
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS
 
 MOST_RANGES = 4  # a rank's two chunks, what lies before both, and between them
@@ -64,7 +63,7 @@ def side_by_side(k: Tensor, v: Tensor, out: Tensor) -> None:
     if out.numel() == 0:
         return
     block, tile_tokens = _tile(dim)
-    with _on(out):
+    with on_device(out):
         _side_by_side_kernel[(2 * heads, triton.cdiv(tokens, tile_tokens), batch)](
             out,
             k,
@@ -125,7 +124,7 @@ def in_order(there: Sequence[Tensor], rank: int) -> Tensor:
         return out
     pointers = [*there, *[there[0]] * (MOST_PARTS - ranks)]  # the rest is not read
     chunk = local[0].numel() // 2
-    with _on(out):
+    with on_device(out):
         _in_order_kernel[(2 * ranks * triton.cdiv(chunk, _COPIED), local.shape[0])](
             out, *pointers, rank, chunk, RANKS=ranks, BLOCK=_COPIED, num_warps=_WARPS
         )
@@ -209,7 +208,7 @@ def layered(parts: Sequence[Gradients], out: Tensor) -> None:
         arguments += [dk, dv, first, first + dk.shape[2] // size, *dk.stride()[:3]]
     arguments += arguments[:7] * (MOST_RANGES - len(parts))  # not read
     block, tile_tokens = _tile(dim)
-    with _on(out):
+    with on_device(out):
         _layered_kernel[(places, triton.cdiv(size, tile_tokens), batch * 2 * ranks)](
             out,
             *arguments,
@@ -229,8 +228,3 @@ def _tile(dim: int) -> tuple[int, int]:
     """Columns and tokens of a program."""
     block = triton.next_power_of_2(dim)
     return block, max(1, _ELEMENTS // block)
-
-
-def _on(out: Tensor) -> AbstractContextManager[None]:
-    """Triton launches on the current device. The interpreter has none."""
-    return torch.cuda.device(out.device if out.device.type == "cuda" else -1)

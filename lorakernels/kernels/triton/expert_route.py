@@ -7,12 +7,11 @@ the same part that come earlier.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels.kernels.triton.launch import launch
+from lorakernels.kernels.triton.launch import launch, on_device
 from lorakernels.numerics.groups import GROUP_ROWS
 
 PART = 256
@@ -101,7 +100,7 @@ def route(out: tuple[Tensor, ...], chosen: Tensor, experts: int) -> None:
     parts, padded = triton.cdiv(choices, PART), triton.next_power_of_2(experts + 1)
     counts = place.new_empty((parts, padded))
     sizes = {"PART": PART, "EXPERTS": padded}
-    with torch.cuda.device(chosen.device if chosen.is_cuda else -1):
+    with on_device(chosen):
         launch(_count_kernel, (parts,), counts, chosen, choices, experts, **sizes)
         launch(
             _place_kernel, (parts,), group_of, starts, ends, source, row_in_use, place, counts, chosen,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lorakernels.kernels.triton.launch import launch
+from lorakernels.kernels.triton.launch import launch, on_device
 from lorakernels.kernels.triton.quantize import (
     decode_e4m3,
     encode,
@@ -335,7 +335,7 @@ def quantize_down(
     amaxes, kept, recorded = _places(scaling, g)
     common = {"DELAYED": scaling.delayed, "ROWS": DOWN_ROWS, "COLUMNS": DOWN_COLUMNS}
     grid = (m // DOWN_ROWS,)
-    with _on(x):
+    with on_device(x):
         launch(
             _amax_kernel,
             grid,
@@ -352,7 +352,7 @@ def quantize_down(
         launch(
             _down_kernel, grid, x8, scale_inv, s, x, rows, groups.group_of, x if lora_A is None else lora_A,
             amaxes, kept, recorded, k, rank, g,
-            NATIVE=is_native(x.device), FP8_MAX=FP8_MAX[E4M3], ADAPTED=rank > 0, RANK=_padded(rank), **common,
+            NATIVE=is_native(x.device), FP8_MAX=FP8_MAX[E4M3], ADAPTED=rank > 0, RANK=padded(rank), **common,
         )  # fmt: skip
 
 
@@ -374,7 +374,7 @@ def quantize_grad(
     amaxes, kept, recorded = _places(scaling, g)
     partial = dy.new_empty((strips, m, rank), dtype=torch.float32)
     absent = dy
-    with _on(dy):
+    with on_device(dy):
         launch(
             _amax_kernel, (m // DOWN_ROWS,), amaxes, dy, groups.ends, groups.group_of, groups.ends, kept, n,
             DELAYED=scaling.delayed, GATHERS=False, ROWS=DOWN_ROWS, COLUMNS=DOWN_COLUMNS,
@@ -385,7 +385,7 @@ def quantize_grad(
             groups.starts, groups.ends, amaxes, kept, recorded, factor, m, n, rank, g,
             DELAYED=scaling.delayed, E5M2=fp8_dtype == torch.float8_e5m2, NATIVE=is_native(dy.device),
             FP8_MAX=FP8_MAX[fp8_dtype], ADAPTED=rank > 0, TRAINS_B=s is not None,
-            ROWS=GRAD_ROWS, COLUMNS=columns, RANK=_padded(rank), num_warps=8,
+            ROWS=GRAD_ROWS, COLUMNS=columns, RANK=padded(rank), num_warps=8,
         )  # fmt: skip
     if rank:
         ds.copy_(partial.sum(0))
@@ -401,10 +401,10 @@ def grad_a(dA: Tensor, ds: Tensor, x8: Tensor, x_scale_inv: Tensor, groups: Grou
     """Write dA [G, R, K] of ds [M, R] and x8 uint8 [M, K] with scale_inv fp32 [G]."""
     g, rank, k = dA.shape
     columns = 128
-    with _on(x8):
+    with on_device(x8):
         launch(
             _grad_a_kernel, (triton.cdiv(k, columns), g), dA, ds, x8, x_scale_inv, groups.starts, groups.ends, k, rank,
-            NATIVE=is_native(x8.device), ROWS=64, COLUMNS=columns, RANK=_padded(rank),
+            NATIVE=is_native(x8.device), ROWS=64, COLUMNS=columns, RANK=padded(rank),
         )  # fmt: skip
 
 
@@ -412,7 +412,7 @@ def weighted_sum(out: Tensor, y: Tensor, place: Tensor, weights: Tensor | None) 
     """Write out [T, N] from rows of y [M, N]."""
     tokens, n = out.shape
     columns = min(SUM_COLUMNS, triton.next_power_of_2(n))
-    with _on(y):
+    with on_device(y):
         launch(
             _sum_kernel, (tokens, triton.cdiv(n, columns)), out, y, place, place if weights is None else weights,
             n, place.shape[1], WEIGHTED=weights is not None, COLUMNS=columns,
@@ -426,7 +426,7 @@ def spread(
     dy, dweights = out
     tokens, n = dout.shape
     columns = min(SUM_COLUMNS, triton.next_power_of_2(n))
-    with _on(y):
+    with on_device(y):
         launch(
             _spread_kernel, (tokens,), dy, dweights, dout, y, place, weights, n, place.shape[1], COLUMNS=columns
         )  # fmt: skip
@@ -439,10 +439,6 @@ def _places(scaling: Scaling, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     return state.new_zeros(groups, dtype=torch.int32), state[-1, columns], state[0, columns]
 
 
-def _padded(rank: int) -> int:
+def padded(rank: int) -> int:
+    """Columns of a tile that holds `rank` ones."""
     return max(LEAST_RANK, triton.next_power_of_2(rank))
-
-
-def _on(tensor: Tensor) -> torch.cuda.device:
-    """Its GPU; none for Triton's interpreter."""
-    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)

@@ -28,6 +28,11 @@ TRITON_DTYPE = {
 }
 
 
+def on_device(tensor: Tensor) -> torch.cuda.device:
+    """Inside, Triton launches on the GPU of `tensor`. Its interpreter has none."""
+    return torch.cuda.device(tensor.device if tensor.device.type == "cuda" else -1)
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch `kernel` as `kernel[grid](*arguments, **options)` does, or record it if an argument is a stand-in.
 

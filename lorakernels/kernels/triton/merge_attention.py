@@ -10,10 +10,11 @@ element of out, this kernel 6.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from lorakernels.kernels.triton.launch import on_device
 
 _ELEMENTS = 4096  # of a program: two loads of 16 bytes of each thread, from each of out₁ and out₂
 _WARPS = 8
@@ -62,8 +63,7 @@ def merge_attention(one: Tensor, l1: Tensor, two: Tensor, l2: Tensor) -> None:
         return
     block = triton.next_power_of_2(dim)
     tile_tokens = max(1, _ELEMENTS // block)
-    device = one.device if one.device.type == "cuda" else -1  # none for the interpreter
-    with torch.cuda.device(device):
+    with on_device(one):
         _merge_kernel[(heads, triton.cdiv(tokens, tile_tokens), batch)](
             one,
             l1,

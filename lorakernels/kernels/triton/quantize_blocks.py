@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton.launch import launch as launch_kernel
+from lorakernels.kernels.triton.launch import on_device
 from lorakernels.kernels.triton.quantize import encode, is_native, scale_of_block
 from lorakernels.numerics.blocks import BLOCK, blocks_of
 from lorakernels.numerics.fp8 import FP8_MAX
@@ -50,8 +51,7 @@ def launch(
 ) -> None:
     """Write `x8` uint8 [M, K] and `scale_inv` fp32 [⌈K/128⌉, M] of x [M, K], all contiguous and not empty."""
     rows, cols = x.shape
-    device = x.device if x.device.type == "cuda" else -1  # none for the interpreter
-    with torch.cuda.device(device):
+    with on_device(x):
         launch_kernel(
             _quantize_blocks_kernel,
             (triton.cdiv(rows, ROWS), blocks_of(cols)),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lorakernels.kernels.triton import grouped
-from lorakernels.kernels.triton.launch import launch
+from lorakernels.kernels.triton.launch import launch, on_device
 from lorakernels.kernels.triton.quantize import decode_e4m3, is_native
 from lorakernels.numerics.segments import adapters_of
 from lorakernels.values import Up
@@ -149,10 +149,10 @@ def down(wide: Tensor, factor: Tensor, by_column: bool, alpha: float = 1.0) -> T
     parts = triton.cdiv(c, part)
     partial = wide.new_empty((parts, m, rank), dtype=torch.float32)
     out = wide.new_empty((m, rank))
-    with _on(wide):
+    with on_device(wide):
         launch(
             _down_kernel, (blocks, parts), partial, wide, factor, m, c, rank, segment_rows, part,
-            *((rank, 1) if by_column else (1, c)), ROWS=rows, COLUMNS=columns, RANK=_padded(rank),
+            *((rank, 1) if by_column else (1, c)), ROWS=rows, COLUMNS=columns, RANK=grouped.padded(rank),
         )  # fmt: skip
         _add_up(out, partial, None, alpha)
     return out
@@ -180,12 +180,12 @@ def outer(
     out = narrow.new_empty(shape, dtype=dtype)
     whole = parts == 1
     partial = out if whole else narrow.new_empty((parts, *shape), dtype=torch.float32)
-    with _on(wide):
+    with on_device(wide):
         launch(
             _outer_kernel, (strips, adapters, parts), partial, wide, narrow, c, rank, segment_rows, part,
             *((rank, 1) if by_column else (1, c)), wide if scale_inv is None else scale_inv, alpha,
             WHOLE=whole, FP8=scale_inv is not None, NATIVE=is_native(wide.device),
-            ROWS=ROWS, COLUMNS=COLUMNS, RANK=_padded(rank),
+            ROWS=ROWS, COLUMNS=COLUMNS, RANK=grouped.padded(rank),
         )  # fmt: skip
         if not whole:
             _add_up(out, partial, scale_inv, alpha)
@@ -214,12 +214,3 @@ def _part(size: int, step: int, blocks: int) -> int:
     steps = triton.cdiv(size, step)
     parts = min(max(1, PROGRAMS // blocks), triton.cdiv(steps, 2))
     return triton.cdiv(steps, parts) * step
-
-
-def _padded(rank: int) -> int:
-    return max(grouped.LEAST_RANK, triton.next_power_of_2(rank))
-
-
-def _on(x: Tensor) -> torch.cuda.device:
-    """Its GPU; none for Triton's interpreter."""
-    return torch.cuda.device(x.device if x.device.type == "cuda" else -1)

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lorakernels.kernels.triton.launch import on_device
+
 MOST_PARTS = 8
 _BLOCK = 2048  # elements of a program: one load of 16 bytes of bf16 for each of its threads
 _WARPS = 8
@@ -51,8 +53,7 @@ def sum_rows(parts: Sequence[Tensor], added: Tensor | None, dtype: torch.dtype) 
     if out.numel() == 0:
         return out
     pointers = [*parts, *[parts[0]] * (MOST_PARTS - len(parts))]  # the rest is not read
-    device = out.device if out.device.type == "cuda" else -1  # none for the interpreter
-    with torch.cuda.device(device):
+    with on_device(out):
         _sum_rows_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
             out,
             *pointers,
