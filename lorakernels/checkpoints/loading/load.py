@@ -424,7 +424,7 @@ class _Loader:
                 weight = Weight(*quantize_weight(tensor.to(current.dtype), spec.blocks))
             else:
                 weight = held_weight(fp8, self.recipe)
-        except comm.Told:
+        except comm.OtherRankError:
             raise
         except ValueError as error:
             raise ValueError(f"{path}.weight: {error}") from error
