@@ -54,10 +54,10 @@ class Block(NamedTuple):
 
 
 Shape = tuple[int, int]
-Groups = Iterable[Sequence[tuple[str, Shape]]]
+WeightGroups = Iterable[Sequence[tuple[str, Shape]]]
 
 
-def lay_out(groups: Groups, ranks: int, align: int = ALIGN) -> Block:
+def lay_out(groups: WeightGroups, ranks: int, align: int = ALIGN) -> Block:
     """The block of one layer, in equal parts.
 
     Args:
@@ -70,7 +70,7 @@ def lay_out(groups: Groups, ranks: int, align: int = ALIGN) -> Block:
     return Block(entries, tuple(part * r for r in range(ranks + 1)))
 
 
-def lay_out_in_place(parts: Sequence[Groups]) -> Block:
+def lay_out_in_place(parts: Sequence[WeightGroups]) -> Block:
     """The block of one layer, in which rank r holds the groups of `parts[r]`."""
     entries: list[Entry] = []
     bounds = [0]
@@ -81,7 +81,7 @@ def lay_out_in_place(parts: Sequence[Groups]) -> Block:
     return Block(tuple(entries), tuple(bounds), in_place=True)
 
 
-def _entries(groups: Groups, end: int) -> tuple[tuple[Entry, ...], int]:
+def _entries(groups: WeightGroups, end: int) -> tuple[tuple[Entry, ...], int]:
     """The entries of consecutive groups, the first at offset `end`, and the offset behind the last entry."""
     entries: list[Entry] = []
     for group in groups:
