@@ -260,9 +260,9 @@ def test_ranks_have_memory_to_wait_by_where_the_first_rows_are_none(
 @pytest.mark.parametrize(
     ("others", "overlap", "said"),
     [
-        ((120, ""), None, "beside products of fused FP8 layers"),
-        ((120, ""), True, "beside products of fused FP8 layers"),
-        ((108, "no wgmma"), None, "not beside products: rank 1: no wgmma"),
+        ((120, ""), None, "overlapped with GEMMs of fused FP8 layers"),
+        ((120, ""), True, "overlapped with GEMMs of fused FP8 layers"),
+        ((108, "no wgmma"), None, "no overlap: rank 1: no wgmma"),
         ((108, "no wgmma"), True, None),
     ],
     ids=["Hopper", "Hopper, needed", "another GPU", "another GPU, needed"],
@@ -289,7 +289,7 @@ def test_all_ranks_exchange_beside_products_or_none(
     assert why == f"peers; {said}"
     asked: list[int] = []
     assert rows.beside(1.0, lambda count: asked.append(count) or 2.0) is None
-    assert asked == ([120] if said.startswith("beside") else [])
+    assert asked == ([120] if said.startswith("overlapped") else [])
 
 
 def by_peers(rank: int, device: torch.device, what: str) -> list[str]:

@@ -109,7 +109,7 @@ def test_without_a_limit_what_is_available_counts(tmp_path: Path) -> None:
     """Never MemTotal."""
     text = "MemTotal: 900 kB\nMemAvailable: 3 kB"
     root = files(tmp_path, {"proc/meminfo": text})
-    with pytest.warns(UserWarning, match="host_memory= in bytes"):
+    with pytest.warns(UserWarning, match="pass host_memory= in bytes"):
         check_host_memory(3 * 1024, None, root)
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="MemAvailable"):
         check_host_memory(3 * 1024 + 1, None, root)

@@ -359,7 +359,7 @@ def state_of(rank: int, device: torch.device, count: int) -> int:
     optimizer.step()
     (bucket,) = optimizer._buckets
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (
-        bucket.whole, bucket.grad, bucket.own, *bucket.moments.values(),
+        bucket.whole, bucket.grad, bucket.param, *bucket.moments.values(),
     )}  # fmt: skip
     return sum(held.values())
 

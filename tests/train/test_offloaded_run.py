@@ -89,4 +89,4 @@ def test_too_little_memory_is_an_error(
     output = tmp_path / "out"
     assert cli(*base_args, "--model", deep_model, "--output", output, "--offload", 0.3) == 1
     said = capsys.readouterr().err
-    assert "what is left of the control group's memory is 100" in said
+    assert "the memory left in the control group is 100" in said

@@ -49,7 +49,7 @@ from lorakernels.modules.model.pretrained import guard_saving
 from lorakernels.parallel import Offload, ShardedBase
 from lorakernels.parallel.base.offload import as_offload
 from lorakernels.parallel.base.shard import check_mesh
-from lorakernels.parallel.base.stores import Place
+from lorakernels.parallel.base.stores import Member
 from lorakernels.parallel.ranks import comm
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
@@ -194,8 +194,8 @@ def load_quantized(
             parts.agree()
     shards = None
     if mesh is not None or as_offload(offload).fraction:
-        place = Place.of(mesh, target)
-        shards = ShardedWeights(model, plan.quantized, place, offload, embeddings)
+        member = Member.of(mesh, target)
+        shards = ShardedWeights(model, plan.quantized, member, offload, embeddings)
     loader = _Loader(model, files, plan, recipe, target, shards, others, parts)
     report = None
     with nullcontext() if shards is None else shards, together():
@@ -417,7 +417,7 @@ class _Loader:
                 weight = Weight(*quantize_weight(tensor.to(current.dtype), spec.blocks))
             else:
                 weight = held_weight(fp8, self.recipe)
-        except comm.Told:
+        except comm.OtherRankError:
             raise
         except ValueError as error:
             raise ValueError(f"{path}.weight: {error}") from error

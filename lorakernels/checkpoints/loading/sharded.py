@@ -19,12 +19,19 @@ from lorakernels.parallel.base.offload import as_offload
 from lorakernels.parallel.base.shard import (
     agreed_embeddings,
     agreed_layout,
-    asked_fraction,
     check_offload,
     choose_transport,
     finish,
+    unchecked_fraction,
 )
-from lorakernels.parallel.base.stores import Layout, Place, allocate, discard, lay_out_base, write
+from lorakernels.parallel.base.stores import (
+    BaseLayout,
+    Member,
+    allocate,
+    discard,
+    lay_out_base,
+    write,
+)
 from lorakernels.parallel.base.vocabulary import ShardedVocabulary
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.blocks import Shape
@@ -38,7 +45,7 @@ class ShardedWeights:
     Args:
         model: before it has weights, with its own `nn.Linear`s.
         quantized: paths of the linear layers that will be held in FP8.
-        place: this rank, and the device of the model's weights.
+        member: this rank, and the device of the model's weights.
         offload, embeddings: as for `shard_base`. Embedding and head are split in the end.
 
     Raises:
@@ -50,18 +57,18 @@ class ShardedWeights:
         self,
         model: nn.Module,
         quantized: Iterable[str],
-        place: Place,
+        member: Member,
         offload: float | Offload,
         embeddings: bool = False,
     ) -> None:
         wanted = set(quantized)
-        find = lambda: _layout(model, wanted, place, offload)  # noqa: E731
-        options = {"offload": asked_fraction(offload), "embeddings": embeddings}
+        find = lambda: _layout(model, wanted, member, offload)  # noqa: E731
+        options = {"offload": unchecked_fraction(offload), "embeddings": embeddings}
         self._model, self._embeddings = model, embeddings
-        self._place, self._layout = place, agreed_layout(place, find, options)
-        self._chosen = choose_transport("auto", place)
-        self._stores = allocate(place, self._layout, as_offload(offload), self._chosen)
-        kept = [blocks for blocks in (self._layout.near, self._layout.far) if blocks]
+        self._member, self._layout = member, agreed_layout(member, find, options)
+        self._chosen = choose_transport("auto", member)
+        self._stores = allocate(member, self._layout, as_offload(offload), self._chosen)
+        kept = [blocks for blocks in (self._layout.on_gpu, self._layout.on_host) if blocks]
         self._entries = {
             f"{path}.{entry.name}": (index, entry)
             for blocks in kept
@@ -70,8 +77,8 @@ class ShardedWeights:
         }
         size = max(entry.end - entry.offset for _, entry in self._entries.values())
         try:
-            with comm.together(place.group):
-                self._stand_in = torch.empty(size, dtype=torch.uint8, device=place.device)
+            with comm.together(member.group):
+                self._stand_in = torch.empty(size, dtype=torch.uint8, device=member.device)
         except BaseException:
             self.discard()
             raise
@@ -88,12 +95,12 @@ class ShardedWeights:
     def finish(self) -> ShardedBase:
         """Collective: give the layers their weights, after all were kept."""
         with self:
-            embeddings = agreed_embeddings(self._model, self._place, self._embeddings)
+            embeddings = agreed_embeddings(self._model, self._member, self._embeddings)
             name = self._chosen[0]
             vocabulary = embeddings and ShardedVocabulary.of(
-                self._model, embeddings, self._place, name
+                self._model, embeddings, self._member, name
             )
-            return finish(self._place, self._layout, self._stores, (SLOTS, PREFETCH), vocabulary)
+            return finish(self._member, self._layout, self._stores, (SLOTS, PREFETCH), vocabulary)
 
     def __enter__(self) -> ShardedWeights:
         return self
@@ -108,11 +115,11 @@ class ShardedWeights:
 
 
 def _layout(
-    model: nn.Module, quantized: set[str], place: Place, offload: float | Offload
-) -> Layout:
+    model: nn.Module, quantized: set[str], member: Member, offload: float | Offload
+) -> BaseLayout:
     shapes = partial(_shapes, quantized)
-    fraction = check_offload(offload, place)
-    return lay_out_base(decoder_layers(model, fused=True), shapes, place.ranks, fraction)
+    fraction = check_offload(offload, member)
+    return lay_out_base(decoder_layers(model, fused=True), shapes, member.ranks, fraction)
 
 
 def _shapes(quantized: set[str], path: str, layer: nn.Module) -> dict[str, Shape]:

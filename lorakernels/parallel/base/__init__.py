@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One frozen base over several GPUs and the host: its blocks, where they lie, and how they come."""
+"""A frozen base that is sharded over GPUs and host memory: its shards, memory slots and transports."""
 
 from lorakernels.lazy import offer_submodules
 

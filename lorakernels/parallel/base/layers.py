@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoder layers of a model and their frozen weights, and what cannot be sharded."""
+"""The frozen weights of decoder layers, and checks that they can be sharded."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def shapes_of(layer: nn.Module) -> dict[str, Shape]:
 
 
 def groups_of(layer: nn.Module, shapes: Mapping[str, Shape]) -> list[list[tuple[str, Shape]]]:
-    """(path in the layer, [N, K]) of the weights, by the input that they share, whether the layer is fused or not.
+    """(path in the layer, [N, K]) of the weights, one list for each input. The layer may be fused or not.
 
     Args:
-        layer: of a family that `fuse` knows.
+        layer: a decoder layer of a family that `fuse` supports.
         shapes: {path in the layer: [N, K]} of the weights.
     """
     groups = [[p for p in group if p in shapes] for group in spec_of(layer).groups]
@@ -93,31 +93,34 @@ def stored(linear: FrozenFP8Linear) -> Tensor:
 
 
 def join_groups(layer: nn.Module) -> None:
-    """Let a fused layer's matrices follow their weights, which were moved and are there now."""
+    """Join a fused layer's matrices again after their weights were moved."""
     if isinstance(layer, FusedDecoderLayer):
         for group in parts_of(layer).groups:
             group.join()
 
 
 def sums_of_frozen(model: nn.Module, device: torch.device) -> dict[str, int]:
-    """{what a message calls it: a sum of its bits} of what ranks that share a base must have alike. One pass.
+    """{name for error messages: checksum} of every tensor that must be equal on all ranks sharing a base. One pass.
 
-    Frozen parameters, and the scales of frozen linears, count; what is on the meta device or a DTensor does not.
+    These are frozen parameters, and the scales of frozen linears. Tensors on the meta device and DTensors are left out.
     """
-    found: dict[str, Tensor] = {n: x for n, x in model.named_parameters() if not x.requires_grad}
+    frozen: dict[str, Tensor] = {n: x for n, x in model.named_parameters() if not x.requires_grad}
     for path, module in model.named_modules():
         if isinstance(module, FrozenFP8Linear) and module.weight_scale_inv is not None:
-            found[f"{path}.weight_scale_inv"] = module.weight_scale_inv
-    found = {name: x for name, x in found.items() if not (x.is_meta or is_sharded(x))}
-    sums = [_sum_of_bits(x).to(device) for x in found.values()]
-    names = [f"the values of {name}" for name in found]
+            frozen[f"{path}.weight_scale_inv"] = module.weight_scale_inv
+    frozen = {name: x for name, x in frozen.items() if not (x.is_meta or is_sharded(x))}
+    sums = [_sum_of_bits(x).to(device) for x in frozen.values()]
+    names = [f"the values of {name}" for name in frozen]
     return dict(zip(names, torch.stack(sums).tolist() if sums else [], strict=True))
 
 
 def _sum_of_bits(x: Tensor) -> Tensor:
-    """int64 [], modulo 2^64: of words of eight bytes, which a CPU adds seventy times as fast as bytes, and the rest."""
+    """int64 [], modulo 2^64: the sum of all words of eight bytes and of the remaining bytes.
+
+    A CPU adds words seventy times as fast as bytes.
+    """
     raw = x.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
-        raw = raw.clone()  # a word is read at a multiple of its size
+        raw = raw.clone()  # words must be aligned
     words = len(raw) // 8 * 8
     return raw[:words].view(torch.int64).sum() + raw[words:].sum(dtype=torch.int64)

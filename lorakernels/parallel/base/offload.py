@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights in pinned memory of the host: which ones, and how they come into a slot.
+"""Weights in pinned memory of the host: which weights go there, and how they are copied into a memory slot.
 
-    one rank       the weights that stay on the GPU keep their own memory; only those of the host have slots
-    several ranks  the weights of the host are split over the ranks like the others. A rank copies its own part into the
-                   slot, and an all-gather brings the other parts. So each byte crosses the bus of one GPU only.
+    one rank       the weights that stay on the GPU keep their own memory; only weights on the host have memory slots
+    several ranks  the weights on the host are split over the ranks like the other weights. A rank copies its part into
+                   the memory slot, and an all-gather brings the other parts. Each byte crosses the bus of one GPU only.
 
-What goes to the host are whole groups of weights of one input, the same ones in every layer. They are at least the
-asked fraction of a layer's bytes, and as little more as the groups allow. They are never written back.
+Weights that multiply the same input form a group, which goes to the host as a whole. All layers offload the same
+groups: at least the requested fraction of a layer's bytes, and as little more as possible. They are never written back.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.blocks import Block, Shape, lay_out
 from lorakernels.parallel.ranks.shards import Shards
 
-Group = list[tuple[str, Shape]]
+WeightGroup = list[
+    tuple[str, Shape]
+]  # (path in the layer, [N, K]) of the weights that multiply one input
 
 
 class Offload(NamedTuple):
-    """What of a base goes to the host.
+    """Which part of a base goes to host memory.
 
     Attributes:
         fraction: of the bytes of every layer's frozen weights, at least 0 and less than 1.
@@ -43,13 +45,14 @@ class Offload(NamedTuple):
     progress: Progress | None = None
 
 
-def as_offload(found: float | Offload) -> Offload:
-    """An Offload of `found`, which may be the fraction alone.
+def as_offload(offload: float | Offload) -> Offload:
+    """`offload` as an Offload, if it is only the fraction.
 
     Raises:
-        ValueError: the fraction is not in [0, 1), or host_memory not a number of bytes.
+        ValueError: the fraction is not in [0, 1), or host_memory is not a number of bytes.
     """
-    offload = found if isinstance(found, Offload) else Offload(found)
+    if not isinstance(offload, Offload):
+        offload = Offload(offload)
     fraction, memory = offload.fraction, offload.host_memory
     if type(fraction) not in (int, float) or not 0 <= fraction < 1:
         raise ValueError(f"offload must be at least 0 and less than 1, found {fraction!r}")
@@ -58,8 +61,10 @@ def as_offload(found: float | Offload) -> Offload:
     return offload
 
 
-def divide(groups: Sequence[Group], fraction: float) -> tuple[list[Group], list[Group]]:
-    """(groups that stay, groups for the host) of one layer. The last groups go first where bytes are equal.
+def divide(
+    groups: Sequence[WeightGroup], fraction: float
+) -> tuple[list[WeightGroup], list[WeightGroup]]:
+    """(groups that stay, groups for the host) of one layer. Among equally large choices, the last groups go.
 
     Raises:
         ValueError: no group would stay.
@@ -76,9 +81,9 @@ def divide(groups: Sequence[Group], fraction: float) -> tuple[list[Group], list[
             f"offload must be at most {most:.3f} for this model, found {fraction}: matrices of one input go to the "
             "host as a whole, and one of them must stay"
         )
-    there = set(best)
-    stay = [group for i, group in enumerate(groups) if i not in there]
-    return stay, [groups[i] for i in sorted(there)]
+    on_host = set(best)
+    stay = [group for i, group in enumerate(groups) if i not in on_host]
+    return stay, [groups[i] for i in sorted(on_host)]
 
 
 def _sets(count: int) -> Iterator[tuple[int, ...]]:
@@ -86,28 +91,28 @@ def _sets(count: int) -> Iterator[tuple[int, ...]]:
         yield from combinations(range(count), size)
 
 
-def host_block(groups: Sequence[Group], ranks: int) -> Block:
-    """The block of one layer's weights on the host. Its parts are whole pages, since each is pinned by itself."""
+def host_block(groups: Sequence[WeightGroup], ranks: int) -> Block:
+    """The block of one layer's weights on the host. Its parts are whole pages, since each part is pinned by itself."""
     return lay_out(groups, ranks, PAGE)
 
 
 def check_room(blocks: Sequence[Block], ranks: int, offload: Offload) -> None:
-    """Refuse shards of `blocks` on `ranks` ranks for which this host has too little memory. Call it before one is made.
+    """Refuse shards of `blocks` for which this host has too little memory. Call it before any rank allocates.
 
     Raises:
-        ValueError: it has too little.
+        ValueError: this host has too little memory for its ranks' shards.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     check_host_memory(Shards.bytes_of(blocks, ranks) * here, offload.host_memory)
 
 
 class HostShards(Shards):
-    """Shards in memory of the host, pinned part by part, without values. `close` unpins it.
+    """Shards in memory of the host, pinned part by part, without values. `close` unpins them.
 
     Args:
-        blocks: of `host_block`.
-        place: (rank, number of ranks).
-        device: the GPU that reads them.
+        blocks: one `host_block` per layer.
+        rank, ranks: this rank, and the number of ranks.
+        device: the GPU that reads the shards.
         progress: as for Offload.
 
     Raises:
@@ -117,11 +122,11 @@ class HostShards(Shards):
     def __init__(
         self,
         blocks: Sequence[Block],
-        place: tuple[int, int],
+        rank: int,
+        ranks: int,
         device: torch.device,
         progress: Progress | None,
     ) -> None:
-        rank, ranks = place
         sizes = [block.part(rank) for block in blocks]
         ends = torch.tensor(sizes).cumsum(0).tolist()
         spans = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
@@ -129,23 +134,23 @@ class HostShards(Shards):
         super().__init__(blocks, rank, ranks, self._pinned.memory)
 
     def close(self) -> None:
-        """Unpin the memory, after the copies that run, and give it back."""
+        """Wait for running copies, unpin the memory, and free it."""
         self._pinned.close()
         self.memory = self._pinned.memory = self.memory.new_empty(0)
 
 
 class _Done:
-    """A copy on a CPU has ended when it returns."""
+    """Stands for a finished copy: copies on a CPU end before they return."""
 
     def wait(self) -> None:
         pass
 
 
 class HostCopies:
-    """The transport of HostShards: this rank's part by a copy engine, the others' by an all-gather.
+    """The transport of HostShards: a copy engine copies this rank's part, and an all-gather brings the other parts.
 
     Args:
-        shards: its own.
+        shards: this rank's shards.
         others: "gloo" or "nccl" over the ranks; None if there is one rank.
     """
 
@@ -163,9 +168,9 @@ class HostCopies:
 
     def gather(self, layer: int, out: Tensor) -> Any:
         part = self._shards.part(layer)
-        own = out[self._shards.rank * part.numel() :][: part.numel()]
-        own.copy_(part, non_blocking=True)
-        return _Done() if self._others is None else self._others.join(own, out)
+        target = out[self._shards.rank * part.numel() :][: part.numel()]
+        target.copy_(part, non_blocking=True)
+        return _Done() if self._others is None else self._others.join(target, out)
 
     def close(self) -> None:
         if self._others is not None:

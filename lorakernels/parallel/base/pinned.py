@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned memory of the host, out of which copy engines read while layers run.
+"""Pinned memory of the host, from which copy engines read while layers run.
 
-Pages are taken from the system and pinned span by span (`device.pin`). A copy must not cross two spans.
+Pages are allocated from the system and pinned span by span (`device.pin`). A copy must stay within one span.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ Progress = Callable[[int, int], None]  # (bytes pinned, bytes in all)
 
 
 class Pinned:
-    """uint8 [size] of the host in `memory`, pinned for `device` where that is a GPU.
+    """Host memory, uint8 [size] in `memory`, pinned for `device` if that is a GPU.
 
-    The memory is given back by `close`, when this object is collected, or when the process ends.
+    The memory is freed by `close`, when this object is collected, or when the process ends.
 
     Args:
-        spans: what is pinned by itself; begins and ends are multiples of PAGE.
-        size: in bytes, a multiple of PAGE.
-        device: of the GPU that reads it. For a CPU nothing is pinned.
+        spans: the ranges that are pinned one by one; they begin and end at multiples of PAGE.
+        size: bytes, a multiple of PAGE.
+        device: the GPU that reads the memory. For a CPU nothing is pinned.
         progress: called after each span.
-        runtime: has `cudaHostRegister` and `cudaHostUnregister`; None is torch's.
+        runtime: an object with `cudaHostRegister` and `cudaHostUnregister`; None takes torch's.
 
     Raises:
         OSError: the system did not pin a span. Nothing is pinned then.
@@ -60,7 +60,7 @@ class Pinned:
             raise
 
     def close(self) -> None:
-        """Unpin, after what the GPU was given so far."""
+        """Unpin the memory once the GPU has finished all work that was enqueued so far."""
         self._release()
 
     def _pin(self, span: slice, device: torch.device, runtime: Any, addresses: list[int]) -> None:

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shard_base: each rank keeps 1/n of the frozen FP8 weights, and layers get theirs just before they run.
+"""shard_base: each rank keeps 1/n of the frozen FP8 weights, and gathers a layer's weights just before the layer runs.
 
     shards   rank r: part r of every layer's block (ranks/blocks.py, ranks/shards.py); written once, while loading
-    slots    k blocks of memory at fixed addresses (slots.py). `weight.data` of layer i lies in slot i mod k for good;
+    slots    k memory slots at fixed addresses (slots.py). `weight.data` of layer i always lies in memory slot i mod k;
              with two ranks and peer copies, a weight that this rank holds whole lies in its shard instead
     hooks    before a layer's forward, and before its backward: `Slots.ensure`, which also gathers the next layer
 
-A forward hook runs before the layer. A hook on the layer's outputs runs before its backward, as autograd comes to
+A forward hook runs before the layer. A hook on the layer's outputs runs before its backward, when autograd reaches
 them. A forward that runs inside a backward recomputes, so its direction is backward. These hooks are outside of the
-layers' own graphs; a replayed layer reads the same addresses. A step that is captured as a whole has the gathers in it.
+layers' own graphs; a replayed layer reads the same addresses. A step that is captured as a whole contains the gathers.
 
-A microbatch of L layers gathers 2 (L − k) blocks: at both turns the last k layers are in their slots still. Another
-order of use is right, too; it only waits for more gathers.
+A microbatch of L layers gathers 2 (L − k) blocks: where forward turns into backward and back, k layers are still in
+their memory slots. Layers may run in another order, which only waits for more gathers.
 
-With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py). It has slots of its own,
-which are filled one layer earlier. One GPU alone may do so, too; its other weights stay where they are.
+With `offload`, a part of every layer's weights is in pinned memory of the hosts (offload.py). It has memory slots of
+its own, which are filled one layer earlier. This works on a single GPU, too; the other weights stay where they are.
 
-Bytes are only copied, so that results equal those of the replicated base bit for bit. Scales, biases, norms and
-adapters stay whole on every rank. So do embedding and head without `embeddings=True` (vocabulary.py).
+Bytes are only copied, so results are bit-equal to those of the replicated base. Scales, biases, norms and adapters stay
+whole on every rank. So do embedding and head without `embeddings=True` (vocabulary.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from lorakernels.parallel.base.layers import (
 )
 from lorakernels.parallel.base.offload import Offload, as_offload
 from lorakernels.parallel.base.stores import (
-    Layout,
-    Place,
+    BaseLayout,
+    Member,
     Store,
     allocate,
     discard,
@@ -58,8 +58,8 @@ from lorakernels.parallel.base.stores import (
     write,
 )
 from lorakernels.parallel.base.vocabulary import (
-    Found,
     ShardedVocabulary,
+    VocabularySplit,
     agreed,
     refuse_loading,
     untraced,
@@ -75,15 +75,15 @@ Home = Callable[[int, Entry], Tensor | None]
 class ShardedBase:
     """The frozen weights of a model's decoder layers, split over the ranks of a group. `shard_base` makes it.
 
-    `print(base)` says what was chosen. With transport "nccl" or "gloo", and with offload on several ranks, whatever
-    gathers is a collective: all ranks must do it, in one order.
+    `print(base)` shows what was chosen. With transport "nccl" or "gloo", and with offload on several ranks, everything
+    that gathers is a collective: all ranks must do it, in one order.
 
     Attributes:
         layers: {path: decoder layer}.
-        stores: where the weights are kept.
-        shards, slots, transport, reason: of the first store. This rank's bytes, the memory in which the layers' weights
-            lie, how gathers run, and why so.
-        vocabulary: the embedding and the head, where they are split, too.
+        stores: the stores of the weights, one or two.
+        shards, slots, transport, reason: of the first store. This rank's bytes, the memory slots, the transport's name,
+            and why it was chosen.
+        vocabulary: the split embedding and head; None if they are not split.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ShardedBase:
         group: Any = None,
     ) -> None:
         self.layers, self.stores, self.vocabulary = dict(layers), tuple(stores), vocabulary
-        self._group = group  # of the ranks; None of one process
+        self._group = group  # None for a single process
         first = self.stores[0]
         self.shards, self.slots, self.reason = first.shards, first.slots, first.reason
         self.transport = first.transport.name
@@ -106,28 +106,28 @@ class ShardedBase:
         return sum(store.slots.gathers for store in self.stores)
 
     def ensure(self, layer: int, ahead: int) -> None:
-        """Bring the weights of `layer`, as `Slots.ensure`, in every store."""
+        """`Slots.ensure` in every store."""
         for store in self.stores:
             store.slots.ensure(layer, ahead)
 
     def attach(self) -> None:
-        """Give the layers' weights their places in slots and shards, and hook the layers."""
+        """Move the layers' weights into memory slots and shards, and hook the layers."""
         for index, layer in enumerate(self.layers.values()):
             for store in self.stores:
                 self._place(index, store, store.slots.of(index), store.shards.home)
-            held = _Layer(self, index)
+            hooks = _LayerHooks(self, index)
             self._handles += [
-                layer.register_forward_pre_hook(untraced(held.before_forward)),
-                layer.register_forward_hook(untraced(held.after_forward)),
+                layer.register_forward_pre_hook(untraced(hooks.before_forward)),
+                layer.register_forward_hook(untraced(hooks.after_forward)),
             ]
-            # those that keep their memory, too: a layer that refuses in its middle would be half moved or loaded
+            # also linears that keep their memory: if only some of a layer refused, it would be half moved or loaded
             for linear in frozen_linears(layer).values():
-                mark(linear, weight_holder=held)
+                mark(linear, weight_holder=hooks)
                 self._handles.append(linear.register_load_state_dict_pre_hook(refuse_loading))
             for linear in self._in_stores(index):
                 self._handles += [
-                    linear.register_state_dict_post_hook(partial(held.clone_saved)),
-                    linear.register_state_dict_pre_hook(held.before_saving),
+                    linear.register_state_dict_post_hook(partial(hooks.clone_saved)),
+                    linear.register_state_dict_pre_hook(hooks.before_saving),
                 ]
         if self.vocabulary is not None:
             self.vocabulary.attach()
@@ -135,10 +135,10 @@ class ShardedBase:
 
     @contextmanager
     def gathered(self, layer: int | str | nn.Module) -> Iterator[dict[str, Tensor]]:
-        """All frozen weights of one layer, e4m3 [N, K] by their modules' paths in it.
+        """{path in the layer: weight, e4m3 [N, K]} of all frozen linears of one layer.
 
-        They are views of the layer's slot: read them before another layer runs. Collective, except over "peer" without
-        offload.
+        They are views of the layer's memory slot: read them before another layer runs. Collective, except over "peer"
+        without offload.
 
         Args:
             layer: its index, path or module.
@@ -152,11 +152,11 @@ class ShardedBase:
         yield {name: stored(m).detach().view(torch.uint8).view(E4M3) for name, m in linears.items()}
 
     def unshard(self) -> None:
-        """Collective: give every rank the whole base again, in memory of the layers' own. The base is over then.
+        """Collective: give every rank the whole base again, in new memory. This object cannot be used afterwards.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit. The base goes on then, and may be unsharded later.
-            ValueError: so it is on another rank.
+            torch.OutOfMemoryError: the whole base does not fit. It stays sharded, and may be unsharded later.
+            ValueError: it does not fit on another rank.
         """
         with comm.together(self._group):
             rooms = [
@@ -208,13 +208,13 @@ class ShardedBase:
 
     @torch.no_grad()
     def _place(self, index: int, store: Store, memory: Tensor, home: Home) -> None:
-        """Move the weights of a layer that are in `store` to their homes, or with their values into `memory`.
+        """Let the weights of a layer that are in `store` use their home memory, or copy them into `memory`.
 
         Args:
-            index: the layer's.
-            store: one of the base's.
-            memory: uint8 [size] of the layer's block.
-            home: of a layer and an entry, memory that has the weight's values already; None: there is none.
+            index: the layer's index.
+            store: a store of this base.
+            memory: uint8 [size] for the layer's block.
+            home: (layer, entry) → memory that has the weight's values already, or None.
         """
         layer = list(self.layers.values())[index]
         linears = frozen_linears(layer)
@@ -222,17 +222,17 @@ class ShardedBase:
             weight = stored(linears[entry.name])
             if weight.is_meta:
                 raise ValueError(f"{entry.name} is on the meta device")
-            place = home(index, entry)
-            if place is None:
-                place = memory[entry.offset : entry.end]
-                place.copy_(weight.data.view(torch.uint8).view(-1))
-            weight.data = place.view(entry.shape).view(weight.dtype)
+            raw = home(index, entry)
+            if raw is None:
+                raw = memory[entry.offset : entry.end]
+                raw.copy_(weight.data.view(torch.uint8).view(-1))
+            weight.data = raw.view(entry.shape).view(weight.dtype)
         join_groups(layer)
 
 
 @dataclass(eq=False)
-class _Layer:
-    """The hooks of one layer and of its linears, whose `weight_holder` this is."""
+class _LayerHooks:
+    """The hooks of one layer and of its linears. It is the `weight_holder` of these linears."""
 
     base: ShardedBase
     index: int
@@ -258,7 +258,7 @@ class _Layer:
     def clone_saved(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """The slot will hold another layer soon."""
+        """The memory slot will soon hold another layer."""
         key = f"{prefix}weight"
         state_dict[key] = state_dict[key].detach().clone()
 
@@ -274,29 +274,29 @@ def shard_base(
 ) -> ShardedBase:
     """Split the frozen FP8 weights of the decoder layers of `model` over the ranks of `mesh`, in place.
 
-    The model may be fused or not; it has adapters, and every linear layer of its decoder layers is in FP8. Results stay
-    as they are, bit for bit. Collective.
+    The model may be fused or not. It has adapters, and every linear layer of its decoder layers is in FP8. Results stay
+    the same, bit for bit. Collective.
 
     Args:
-        model: equal on all ranks in what is frozen, which is read once to compare it. After `parallelize`, these are
-            the ranks with the same parts.
-        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis. None is this process
-            alone, which needs `offload`.
-        slots: how many layers' weights a rank has in whole, at least 1. What is on the host has one slot more.
-        prefetch: how many layers ahead gathers start, less than `slots`. What is on the host starts one layer earlier.
+        model: its frozen tensors are equal on all ranks, which is checked by reading them once. After `parallelize`,
+            shard over ranks that hold the same parts.
+        mesh: a DeviceMesh of one axis, such as `mesh["dp_shard"]`. Gathers stay on that axis. None is for a single
+            process, which needs `offload`.
+        slots: how many layers' weights a rank keeps whole, at least 1. Weights on the host have one memory slot more.
+        prefetch: how many layers ahead gathers start, less than `slots`. Weights on the host start one layer earlier.
         transport: "peer", "nccl", "gloo" or "auto": parallel/ranks/comm.py.
-        offload: the fraction of every layer's weights that goes to pinned memory of the host, at least; or an Offload.
+        offload: the least fraction of every layer's weights that goes to pinned memory of the host; or an Offload.
         embeddings: split the frozen embedding and output head of a transformers model over the ranks of `mesh`, too.
-            Each is whole while it is used. What is trained or has an adapter stays whole. Off by default: it takes the
-            time of two more gathers a microbatch, and the memory of the larger one of them at the loss.
+            Each is whole while it is used. One that is trained or has an adapter stays whole. Off by default: it takes
+            the time of two more gathers a microbatch, and the memory of the larger one of them at the loss.
 
     Returns:
-        The ShardedBase. Keep it: `unshard`, `gathered` and what was chosen are there.
+        The ShardedBase. Keep it for `unshard` and `gathered`, and to print what was chosen.
 
     Raises:
-        ValueError: an argument is not one of these, the model has no decoder layer that `fuse` knows or was cut into
-            stages, a weight cannot be sharded or is so already, neither embedding nor head can, the host has too little
-            memory, or the ranks' models differ. The message names it.
+        ValueError: an argument is not one of these; the model has no decoder layer that `fuse` supports, or was cut
+            into stages; a weight cannot be sharded or is sharded already; neither embedding nor head can be split; the
+            host has too little memory; or the ranks' models differ. The message names it.
         RuntimeError: transport "peer", and a rank cannot read the others' memory.
         OSError: the system did not pin memory of the host.
 
@@ -304,38 +304,38 @@ def shard_base(
     """
     device = next(model.parameters()).device
     check_mesh(mesh)
-    place = Place.of(mesh, device)
+    member = Member.of(mesh, device)
 
-    def find() -> Layout:
+    def find() -> BaseLayout:
         if mesh is not None and mesh.device_type != device.type:
             raise ValueError(
                 f"mesh must be of the model's device, {device}, found {mesh.device_type}"
             )
-        return _layout(model, place, (slots, prefetch), offload)
+        return _layout(model, member, (slots, prefetch), offload)
 
     options = {
         "slots": slots,
         "prefetch": prefetch,
         "transport": transport,
-        "offload": asked_fraction(offload),
+        "offload": unchecked_fraction(offload),
         "embeddings": embeddings,
         "the part of layers that parallelize split": _part_of(model),
     }
-    layout = agreed_layout(place, find, options)
-    found = agreed_embeddings(model, place, embeddings)
-    if place.group is not None:
-        with comm.together(place.group):
+    layout = agreed_layout(member, find, options)
+    split = agreed_embeddings(model, member, embeddings)
+    if member.group is not None:
+        with comm.together(member.group):
             sums = sums_of_frozen(model, device)
-        check_equal(comm.agree(place.group, sums))
-    chosen = choose_transport(transport, place)
-    stores = allocate(place, layout, as_offload(offload), chosen)
+        check_equal(comm.agree(member.group, sums))
+    chosen = choose_transport(transport, member)
+    stores = allocate(member, layout, as_offload(offload), chosen)
     try:
-        with comm.together(place.group):  # one rank's GPU may be full
+        with comm.together(member.group):  # one rank's GPU may be full
             for index, layer in enumerate(layout.layers.values()):
                 for name, linear in frozen_linears(layer).items():
                     write(stores, index, name, stored(linear))
-        vocabulary = found and ShardedVocabulary.of(model, found, place, chosen[0])
-        return finish(place, layout, stores, (slots, prefetch), vocabulary)
+        vocabulary = split and ShardedVocabulary.of(model, split, member, chosen[0])
+        return finish(member, layout, stores, (slots, prefetch), vocabulary)
     except BaseException:
         discard(stores)
         raise
@@ -343,36 +343,35 @@ def shard_base(
 
 def _part_of(model: nn.Module) -> str:
     """Which part of split layers this rank has."""
-    found = (m.ranks for m in model.modules() if isinstance(m, SplitModule))
-    ranks = next(found, None)
+    ranks = next((m.ranks for m in model.modules() if isinstance(m, SplitModule)), None)
     return "none" if ranks is None else f"{ranks.rank} of {ranks.size}"
 
 
-def agreed_embeddings(model: nn.Module, place: Place, embeddings: bool) -> Found | None:
-    """Collective: the embedding and the head that can be split; None if that was not asked for.
+def agreed_embeddings(model: nn.Module, member: Member, embeddings: bool) -> VocabularySplit | None:
+    """Collective: the embedding and the head that can be split; None without `embeddings`.
 
     Raises:
-        ValueError: this process is alone, there is nothing to split, or the ranks differ.
+        ValueError: this is a single process, there is nothing to split, or the ranks differ.
     """
     if not embeddings:
         return None
-    if place.group is None:
+    if member.group is None:
         raise ValueError("embeddings=True needs a mesh, found None")
-    return agreed(model, place.group, place.ranks)
+    return agreed(model, member.group, member.ranks)
 
 
-def choose_transport(transport: str, place: Place) -> tuple[str, str]:
-    """Collective: as `comm.choose`; a process alone with offload gathers from no other."""
-    if place.group is None:
+def choose_transport(transport: str, member: Member) -> tuple[str, str]:
+    """Collective: as `comm.choose`; "host" for a single process, which only offloads."""
+    if member.group is None:
         if transport != "auto":
             raise ValueError(f"transport {transport!r} needs a mesh, found None")
         return "host", "one process"
-    return comm.choose(transport, place.group, place.device)
+    return comm.choose(transport, member.group, member.device)
 
 
 def finish(
-    place: Place,
-    layout: Layout,
+    member: Member,
+    layout: BaseLayout,
     stores: Sequence[Store],
     ahead: tuple[int, int],
     vocabulary: ShardedVocabulary | None = None,
@@ -381,16 +380,16 @@ def finish(
     poison = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
     for store in stores:
         store.transport.publish(store.shards)
-        with comm.together(place.group):  # one rank's GPU may be full
+        with comm.together(member.group):  # one rank's GPU may be full
             store.open(*ahead)
         store.slots.poison = poison
-    base = ShardedBase(layout.layers, stores, vocabulary, place.group)
+    base = ShardedBase(layout.layers, stores, vocabulary, member.group)
     base.attach()
     return base
 
 
 def check_mesh(mesh: Any) -> None:
-    """Raise ValueError if `mesh` has not one axis, or has not this rank in it. None is right."""
+    """Raise ValueError unless `mesh` is None, or has one axis with this rank on it."""
     if mesh is None:
         return
     if mesh.ndim != 1:
@@ -403,57 +402,59 @@ def check_mesh(mesh: Any) -> None:
 
 
 def _layout(
-    model: nn.Module, place: Place, ahead: tuple[int, int], offload: float | Offload
-) -> Layout:
+    model: nn.Module, member: Member, ahead: tuple[int, int], offload: float | Offload
+) -> BaseLayout:
     slots, prefetch = ahead
     for name, value, least in (("slots", slots, 1), ("prefetch", prefetch, 0)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be an integer of at least {least}, found {value!r}")
     if prefetch >= slots:
         raise ValueError(f"prefetch must be less than slots = {slots}, found {prefetch}")
-    fraction = check_offload(offload, place)
+    fraction = check_offload(offload, member)
     refuse(model, "shard_base", ())
     layers = decoder_layers(model, fused=True)
     check_layers(layers)
-    return lay_out_base(layers, lambda _, layer: shapes_of(layer), place.ranks, fraction)
+    return lay_out_base(layers, lambda _, layer: shapes_of(layer), member.ranks, fraction)
 
 
-def check_offload(offload: float | Offload, place: Place) -> float:
+def check_offload(offload: float | Offload, member: Member) -> float:
     """The fraction of the base that goes to the host.
 
     Raises:
-        ValueError: it is not one, or there is neither a mesh nor anything to offload.
+        ValueError: `offload` is no valid fraction, or there is neither a mesh nor anything to offload.
     """
     fraction = as_offload(offload).fraction
-    if place.group is None and not fraction:
+    if member.group is None and not fraction:
         raise ValueError("mesh must be a DeviceMesh of one axis, found None, which needs offload")
     return fraction
 
 
-def asked_fraction(offload: Any) -> Any:
-    """The fraction of an offload that was not checked yet."""
+def unchecked_fraction(offload: Any) -> Any:
+    """The fraction of an `offload=` argument that was not checked yet."""
     return offload.fraction if isinstance(offload, Offload) else offload
 
 
-def agreed_layout(place: Place, find: Callable[[], Layout], options: Mapping[str, Any]) -> Layout:
-    """Collective: what `find` returns, if it is the same on every rank.
+def agreed_layout(
+    member: Member, find: Callable[[], BaseLayout], options: Mapping[str, Any]
+) -> BaseLayout:
+    """Collective: the layout that `find` returns, which must be the same on every rank.
 
     Args:
-        place: this rank.
+        member: this rank.
         find: finds this rank's layout.
-        options: {name: value} of what must be equal on all ranks.
+        options: {name: value} of arguments that must be equal on all ranks.
 
     Raises:
         ValueError: `find` raised a ValueError or TypeError on a rank, or the ranks' layouts or `options` differ.
     """
-    layout = Layout({}, [], [], [])
+    layout = BaseLayout({}, [], [], [])
     problem: str | None = None
     try:
         layout = find()
     except (ValueError, TypeError) as error:
         problem = str(error)
     mine = (problem, dict(options), _named(layout))
-    every = comm.agree(place.group, mine)
+    every = comm.agree(member.group, mine)
     for rank, (objection, _, _) in enumerate(every):
         if objection is not None:
             raise ValueError(f"rank {rank}: {objection}")
@@ -470,10 +471,10 @@ def agreed_layout(place: Place, find: Callable[[], Layout], options: Mapping[str
     return layout
 
 
-def _named(layout: Layout) -> list[tuple[str, Block]]:
+def _named(layout: BaseLayout) -> list[tuple[str, Block]]:
     paths = list(layout.layers)
-    blocks = [blocks for blocks in (layout.near, layout.far) if blocks]
-    return [pair for each in blocks for pair in zip(paths, each, strict=True)]
+    kept = [blocks for blocks in (layout.on_gpu, layout.on_host) if blocks]
+    return [pair for blocks in kept for pair in zip(paths, blocks, strict=True)]
 
 
 def _difference(ours: Sequence[Any], theirs: Sequence[Any]) -> str:

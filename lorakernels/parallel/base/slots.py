@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots: memory at fixed addresses, into which the blocks of the layers come by turns.
+"""Memory slots: memory at fixed addresses that holds the blocks of a few layers at a time.
 
-Layer i uses slot i mod k. The host knows which layer a slot holds, or is being filled with. `ensure` comes before any
-use of a layer's weights, and makes that layer's slot hold it. It also starts the gather of the next layer, in the
-direction in which the layers run. Where a layer is in its slot still, at both turns, nothing is gathered.
+Layer i uses memory slot i mod k. The host tracks which layer a memory slot holds, or is being filled with. Call
+`ensure` before any use of a layer's weights: it fills that layer's memory slot. It also starts the gather of the next
+layer, in the direction in which the layers run. A layer that is still in its memory slot is not gathered again, which
+saves gathers where forward turns into backward and back.
 
-A gather begins when everything that the device was given so far is done, on a stream of its own. So it does not wait
-for the layer that runs now, and never overwrites what an earlier layer reads. The layer that is ensured waits for its
-own gather only.
+A gather runs on a stream of its own, after all work that was enqueued before it. So it does not wait for the layer that
+runs now, and never overwrites weights that an earlier layer reads. `ensure` waits for the gather of its own layer only.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ POISON = 0xFF  # NaN in e4m3
 
 
 class Lane(Protocol):
-    """Where gathers run, beside the layers."""
+    """Where gathers run while layers compute."""
 
     def enter(self) -> None:
-        """Called before a use: what is enqueued now comes after the uses before."""
+        """Called before a layer's use: work that is enqueued from now on runs after the uses before it."""
 
     def run(self, gather: Callable[[], Any]) -> Any:
-        """Start `gather` after all that was enqueued so far; what `wait` waits for."""
+        """Start `gather` after all work that was enqueued so far. Returns the argument for `wait`."""
 
     def wait(self, pending: Any) -> None:
-        """What is enqueued from now on comes after that gather."""
+        """Let all work that is enqueued from now on run after that gather."""
 
 
 class HostLane:
-    """On a CPU: the gather's own thread."""
+    """On a CPU, the transport runs gathers on a thread of its own."""
 
     def enter(self) -> None:
         pass
@@ -53,11 +53,11 @@ class HostLane:
 
 
 class StreamLane:
-    """On a GPU: one stream. The layers run on that GPU's current stream, whichever GPU is the current one."""
+    """On a GPU, gathers run on one stream of `device`. Layers run on the current stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._used: torch.cuda.Stream | None = None  # by the layers; a capture's does not count
+        self._used: torch.cuda.Stream | None = None  # the last stream of the layers, captures aside
 
     def enter(self) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -79,7 +79,12 @@ class StreamLane:
 
 @dataclass(eq=False)
 class Slot:
-    """`layer`: what it holds or is being filled with, None if unknown. `pending`: the gather that fills it."""
+    """One memory slot.
+
+    Attributes:
+        layer: the index of the layer that it holds or is being filled with; None if unknown.
+        pending: the gather that fills it.
+    """
 
     memory: Tensor
     layer: int | None = None
@@ -87,19 +92,19 @@ class Slot:
 
 
 class Slots:
-    """`count` slots for the blocks of `sizes` bytes.
+    """`count` memory slots for blocks of `sizes` bytes.
 
     Args:
-        sizes: of the layers' blocks.
-        count: how many slots.
+        sizes: bytes of each layer's block.
+        count: the number of memory slots.
         prefetch: how many layers ahead gathers start; less than `count`.
-        transport: fills a slot.
-        device: of the slots.
+        transport: gathers a block into a memory slot.
+        device: of the memory slots.
 
     Attributes:
         gathers: how many gathers were started so far.
-        poison: overwrite a slot once its layer is left, and gather it anew for every use. To find what reads a slot
-            without `ensure`.
+        poison: overwrite a memory slot once its layer is left, and gather again for every use. This finds code that
+            reads a memory slot without `ensure`.
     """
 
     def __init__(
@@ -115,15 +120,15 @@ class Slots:
         self._on_gpu, self._captured = device.type == "cuda", False
 
     def of(self, layer: int) -> Tensor:
-        """uint8 [size]: where the block of `layer` comes, always."""
+        """uint8 [size]: the memory of the block of `layer`, always the same."""
         return self.memory[layer % len(self._slots)][: self._sizes[layer]]
 
     def ensure(self, layer: int, ahead: int) -> None:
-        """Make the slot of `layer` hold it, and start the gathers of the layers that come next.
+        """Make the memory slot of `layer` hold it, and start the gathers of the next layers.
 
         Args:
             layer: its index.
-            ahead: 1 if the layers run forward, -1 if backward, 0 if no other layer is to be gathered.
+            ahead: 1 if the layers run forward, -1 if backward, 0 to gather no other layer.
         """
         self._enter()
         slot = self._slot(layer)
@@ -139,13 +144,13 @@ class Slots:
             self._poison({layer, *coming})
 
     def forget(self) -> None:
-        """Take it that no slot holds a layer, once the gathers that run have ended."""
+        """Wait for running gathers, and treat all memory slots as empty."""
         self._lane.enter()
         for slot in self._slots:
             self._wait(slot)
             slot.layer = None
 
-    # a step that is captured as a whole gathers all that it uses; graphs/whole/followers.py
+    # a step that is captured as a whole contains all of its gathers; graphs/whole/followers.py
 
     def end_capture(self, failed: bool) -> None:
         """Join the gathers to the captured step."""
@@ -157,7 +162,7 @@ class Slots:
         self._captured = False
 
     def before_replay(self) -> None:
-        """The replay fills the slots, and the host does not see with what."""
+        """The replay fills the memory slots, and the host cannot track with which layers."""
         self.forget()
 
     def _enter(self) -> None:
@@ -168,8 +173,8 @@ class Slots:
             self._captured = True
         elif not captured and self._on_gpu and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a sharded base in a graph of torch.cuda: capture the step with lorakernels.graphs.StepGraph, which "
-                "tells the base of its replays"
+                "a sharded base cannot be captured by torch.cuda.graph: capture the step with "
+                "lorakernels.graphs.StepGraph, which notifies the base of its replays"
             )
         self._lane.enter()
 
@@ -179,7 +184,7 @@ class Slots:
     def _start(self, layer: int) -> None:
         slot = self._slot(layer)
         self._wait(slot)
-        slot.layer = None  # should the gather raise
+        slot.layer = None  # in case the gather raises
         out = slot.memory[: self._sizes[layer]]
         slot.pending = self._lane.run(partial(self._transport.gather, layer, out))
         slot.layer = layer
@@ -190,9 +195,9 @@ class Slots:
             self._lane.wait(slot.pending)
             slot.pending = None
 
-    def _poison(self, kept: set[int]) -> None:
+    def _poison(self, in_use: set[int]) -> None:
         for slot in self._slots:
-            if slot.layer not in kept:
+            if slot.layer not in in_use:
                 self._wait(slot)
                 slot.memory.fill_(POISON)
                 slot.layer = None

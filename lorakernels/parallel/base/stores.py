@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the frozen weights of a base are kept: some on the GPUs, some in the hosts' memory.
+"""Stores of a base's frozen weights: one on the GPUs, and with offload one in pinned host memory.
 
-A store has blocks, shards, a transport and slots of its own. The base over several ranks has a store on the GPUs, and
-with offload another one in pinned memory. On one rank with offload only the latter exists: what stays on the GPU is
-left where it is.
+Each store has blocks, shards, a transport and memory slots of its own. A base on one rank with offload has only the
+store in host memory: the other weights stay where they are.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from lorakernels.parallel.base.layers import groups_of
 from lorakernels.parallel.base.offload import (
-    Group,
     HostCopies,
     HostShards,
     Offload,
+    WeightGroup,
     check_room,
     divide,
     host_block,
@@ -31,8 +30,8 @@ from lorakernels.parallel.ranks.blocks import Block, Entry, Shape, lay_out, lay_
 from lorakernels.parallel.ranks.shards import Shards
 
 
-class Place(NamedTuple):
-    """This rank among those that share a base. `group` is None for a process alone."""
+class Member(NamedTuple):
+    """This rank, as a member of the group that shares a base. `group` is None for a single process."""
 
     group: Any
     rank: int
@@ -40,24 +39,27 @@ class Place(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, mesh: Any, device: torch.device) -> Place:
-        """The place of this process in a mesh with one axis; alone if `mesh` is None."""
+    def of(cls, mesh: Any, device: torch.device) -> Member:
+        """This process as a member of a mesh with one axis; a single process if `mesh` is None."""
         if mesh is None:
             return cls(None, 0, 1, device)
         return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size(), device)
 
 
-class Layout(NamedTuple):
-    """{path: decoder layer}, the blocks that stay on the GPUs, and the blocks that go to the host.
+class BaseLayout(NamedTuple):
+    """Which weights of a base lie on the GPUs, and which in host memory.
 
-    There may be none of either.
-    `groups` has the weights of each of the near blocks, by the input that they share.
+    Attributes:
+        layers: {path: decoder layer}.
+        on_gpu: one block per layer, or empty.
+        on_host: one block per layer, or empty.
+        groups: for each block of `on_gpu`, its weights grouped by the input that they multiply.
     """
 
     layers: dict[str, nn.Module]
-    near: list[Block]
-    far: list[Block]
-    groups: list[list[Group]]
+    on_gpu: list[Block]
+    on_host: list[Block]
+    groups: list[list[WeightGroup]]
 
 
 def lay_out_base(
@@ -65,29 +67,29 @@ def lay_out_base(
     shapes: Callable[[str, nn.Module], Mapping[str, Shape]],
     ranks: int,
     fraction: float,
-) -> Layout:
+) -> BaseLayout:
     """The blocks of all layers.
 
     Args:
         layers: {path: decoder layer}.
-        shapes: gives {path in the layer: [N, K]} of a layer's weights, by the layer's path and module.
-        ranks: how many share the base.
-        fraction: of each layer's bytes that goes to the host, at least.
+        shapes: returns {path in the layer: [N, K]} of the weights, for a layer's path and module.
+        ranks: the number of ranks that share the base.
+        fraction: the least fraction of each layer's bytes that goes to the host.
 
     Raises:
         ValueError: all of a layer would go to the host.
     """
     divided = [divide(groups_of(m, shapes(path, m)), fraction) for path, m in layers.items()]
     shared = ranks > 1 or not fraction
-    near = [lay_out(stay, ranks) for stay, _ in divided] if shared else []
-    far = [host_block(there, ranks) for _, there in divided] if fraction else []
-    return Layout(layers, near, far, [stay for stay, _ in divided] if near else [])
+    on_gpu = [lay_out(stay, ranks) for stay, _ in divided] if shared else []
+    on_host = [host_block(leave, ranks) for _, leave in divided] if fraction else []
+    return BaseLayout(layers, on_gpu, on_host, [stay for stay, _ in divided] if on_gpu else [])
 
 
-def in_place(groups: list[list[Group]]) -> list[Block]:
-    """Blocks over two ranks, each of which holds whole groups. A layer with a single group gets none.
+def in_place(groups: list[list[WeightGroup]]) -> list[Block]:
+    """Blocks over two ranks, each of which holds whole groups. Empty if a layer has a single group.
 
-    The larger part of a layer's bytes goes to one rank and then to the other, layer by layer.
+    The larger part goes to rank 0 in even layers, and to rank 1 in odd layers.
     """
     if min(map(len, groups)) < 2:
         return []
@@ -97,11 +99,11 @@ def in_place(groups: list[list[Group]]) -> list[Block]:
 
 @dataclass(eq=False)
 class Store:
-    """Shards, how their parts come together, and the slots on `device`.
+    """Shards, the transport that gathers them, and the memory slots on `device`.
 
     Attributes:
-        reason: why `transport` is used.
-        further: how many slots there are, and how many layers ahead gathers start, beyond what was asked.
+        reason: why `transport` was chosen.
+        further: this store has so many memory slots more than requested, and prefetches so many layers more.
     """
 
     shards: Shards
@@ -112,7 +114,7 @@ class Store:
     slots: Slots = field(init=False)
 
     def open(self, slots: int, prefetch: int) -> None:
-        """Make the slots."""
+        """Allocate the memory slots."""
         sizes = [block.size for block in self.shards.blocks]
         count = min(slots + self.further, len(sizes))
         ahead = min(prefetch + self.further, count - 1)
@@ -123,31 +125,31 @@ class Store:
         return self.shards.blocks[layer].entries
 
     def discard(self) -> None:
-        """Give pinned memory back, of a base that is not finished."""
+        """Free pinned memory. For a base that could not be finished."""
         if isinstance(self.shards, HostShards):
             self.shards.close()
 
     def __str__(self) -> str:
         n, layers = self.shards.ranks, len(self.shards.blocks)
         whole, part = sum(block.size for block in self.shards.blocks), self.shards.memory.numel()
-        still = ", a rank's own weights in place" if self.shards.blocks[0].in_place else ""
+        in_place = ", a rank's own weights in place" if self.shards.blocks[0].in_place else ""
         return (
             f"{layers} layers of {whole:,} bytes of frozen weights over {n} ranks: {part:,} bytes a rank, and "
-            f"{self.slots.memory.numel():,} in {len(self.slots.memory)} slots\n"
-            f"transport {self.transport.name}{still}: {self.reason}"
+            f"{self.slots.memory.numel():,} in {len(self.slots.memory)} memory slots\n"
+            f"transport {self.transport.name}{in_place}: {self.reason}"
         )
 
 
 def allocate(
-    place: Place, layout: Layout, offload: Offload, chosen: tuple[str, str]
+    member: Member, layout: BaseLayout, offload: Offload, chosen: tuple[str, str]
 ) -> list[Store]:
-    """Collective: the stores of a base, without values and slots.
+    """Collective: the stores of a base, without values and memory slots.
 
     Args:
-        place: this rank.
+        member: this rank.
         layout: the same on all ranks.
         offload: how memory is pinned.
-        chosen: (name of the transport, why).
+        chosen: (name of the transport, the reason for messages).
 
     Raises:
         ValueError, RuntimeError, OSError: a rank lacks memory. Every rank raises, and nothing stays pinned.
@@ -155,17 +157,17 @@ def allocate(
     name, reason = chosen
     stores: list[Store] = []
     try:
-        if layout.near:
-            transport = comm.make(name, place.group, place.device)
+        if layout.on_gpu:
+            transport = comm.make(name, member.group, member.device)
             # with more ranks, the parts would differ too much in size
-            two = name == "peer" and place.ranks == 2
-            blocks = (in_place(layout.groups) if two else []) or layout.near
-            with comm.together(place.group):  # one rank's GPU may be full
-                memory = transport.allocate(Shards.bytes_of(blocks, place.ranks))
-            shards = Shards(blocks, place.rank, place.ranks, memory)
-            stores.append(Store(shards, transport, reason, place.device))
-        if layout.far:
-            stores.append(_far(place, layout, offload))
+            two = name == "peer" and member.ranks == 2
+            blocks = (in_place(layout.groups) if two else []) or layout.on_gpu
+            with comm.together(member.group):  # one rank's GPU may be full
+                memory = transport.allocate(Shards.bytes_of(blocks, member.ranks))
+            shards = Shards(blocks, member.rank, member.ranks, memory)
+            stores.append(Store(shards, transport, reason, member.device))
+        if layout.on_host:
+            stores.append(_host_store(member, layout, offload))
     except BaseException:
         discard(stores)
         raise
@@ -173,24 +175,25 @@ def allocate(
 
 
 def discard(stores: list[Store]) -> None:
-    """Give back what unfinished stores have pinned."""
+    """Free the pinned memory of unfinished stores."""
     for store in stores:
         store.discard()
 
 
-def _far(place: Place, layout: Layout, offload: Offload) -> Store:
+def _host_store(member: Member, layout: BaseLayout, offload: Offload) -> Store:
+    group, rank, ranks, device = member
     others, reason = None, "pinned memory, copied by this rank"
-    if place.ranks > 1:
-        name = "nccl" if place.device.type == "cuda" else "gloo"
-        others = comm.Collective(name, place.group, place.device)
+    if ranks > 1:
+        name = "nccl" if device.type == "cuda" else "gloo"
+        others = comm.Collective(name, group, device)
         reason = f"pinned memory; each rank copies its part, and {name} gathers the others'"
     shards: HostShards | None = None
     try:
-        with comm.together(place.group):  # before one of them takes memory
-            check_room(layout.far, place.ranks, offload)
-        with comm.together(place.group):
-            shards = HostShards(layout.far, place[1:3], place.device, offload.progress)
-        return Store(shards, HostCopies(shards, others), reason, place.device, further=1)
+        with comm.together(group):  # before any rank allocates
+            check_room(layout.on_host, ranks, offload)
+        with comm.together(group):
+            shards = HostShards(layout.on_host, rank, ranks, device, offload.progress)
+        return Store(shards, HostCopies(shards, others), reason, device, further=1)
     except BaseException:
         if shards is not None:  # another rank failed
             shards.close()
@@ -198,7 +201,7 @@ def _far(place: Place, layout: Layout, offload: Offload) -> Store:
 
 
 def write(stores: list[Store], layer: int, name: str, weight: Tensor) -> None:
-    """Keep this rank's part of one weight, e4m3 or uint8 [N, K], if a store has it."""
+    """Write this rank's part of one weight, e4m3 or uint8 [N, K], to the store that has it, if any."""
     for store in stores:
         for entry in store.entries(layer):
             if entry.name == name:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen embedding and output head of a model, of which each rank keeps 1/n of the bytes. They are whole on loan.
+"""A model's frozen embedding and output head, split over ranks. They are gathered for each use and freed after it.
 
     embedding   gathered before its forward, freed after it
-    head        gathered before its use, freed after it. Where logits of all tokens are made, autograd refers to it
+    head        gathered before its use, freed after it. Where logits of all tokens are computed, autograd keeps it
                 until their backward. `linear_cross_entropy` computes dh in forward, and does not.
 
-Each is one block of bytes, as a layer's weights are (ranks/blocks.py). A whole one lies in memory of torch's allocator,
-which other tensors take afterwards. Bytes are only copied. Between uses the parameter shows one NaN for all its
-elements.
+Each is one block of bytes, as a layer's weights are (ranks/blocks.py). A gathered weight lies in memory of torch's
+allocator, which other tensors reuse afterwards. Bytes are only copied. Between uses all elements of the parameter are
+views of one NaN.
 
-Gathers run on the current stream, and nothing hides them. A head that came beside the last layer would be there at the
-same time as that layer's own tensors. Then the peak of some models would be as high as with a whole head.
+Gathers run on the current stream, and are not overlapped. A head that is gathered during the last layer would exist at
+the same time as that layer's tensors. Then the peak of some models would be as high as with a whole head.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from torch import Tensor, nn
 
 from lorakernels.autograd.lent import lend
 from lorakernels.modules.linear.frozen import is_sharded
+from lorakernels.parallel.base.stores import Member
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.blocks import Block, lay_out
 from lorakernels.parallel.ranks.shards import Shards
 
 _T = TypeVar("_T")
-DDP = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel reads this attribute
+DDP = "_ddp_params_and_buffers_to_ignore"  # an attribute that DistributedDataParallel reads
 
 
-class Weight(NamedTuple):
-    """One weight that is split. `modules` have it, by path: two where head and embedding are tied."""
+class VocabularyWeight(NamedTuple):
+    """One weight that is split. `modules`: {path: module that has it}, two where head and embedding are tied."""
 
     parameter: nn.Parameter
     modules: dict[str, nn.Module]
@@ -44,15 +45,15 @@ class Weight(NamedTuple):
         return "=".join(self.modules)
 
 
-class Found(NamedTuple):
-    """What `shard_base(embeddings=True)` splits, and {path: why not} of an embedding or head that stays whole."""
+class VocabularySplit(NamedTuple):
+    """The weights that `shard_base(embeddings=True)` splits, and {path: reason} of those that stay whole."""
 
-    weights: list[Weight]
+    weights: list[VocabularyWeight]
     stay: dict[str, str]
 
 
-def find(model: Any, ranks: int) -> Found:
-    """The embedding and the head of a transformers model, in blocks for so many ranks.
+def find(model: Any, ranks: int) -> VocabularySplit:
+    """The embedding and the head of a transformers model, in blocks for `ranks` ranks.
 
     Raises:
         ValueError: there is neither, none can be split, or another module has the same weight.
@@ -64,7 +65,7 @@ def find(model: Any, ranks: int) -> Found:
     paths = {id(module): path for path, module in model.named_modules()}
     kinds = {"embedding": nn.Embedding, "head": nn.Linear}
     ends = zip(kinds, (model.get_input_embeddings(), model.get_output_embeddings()), strict=True)
-    weights: dict[int, Weight] = {}
+    weights: dict[int, VocabularyWeight] = {}
     stay: dict[str, str] = {}
     for name, module in ends:
         objection = _objection(module, kinds[name])
@@ -75,19 +76,19 @@ def find(model: Any, ranks: int) -> Found:
         parameter = module.weight
         rows, size = len(parameter), parameter[0].numel() * parameter.element_size()
         block = lay_out([[("weight", (rows, size))]], ranks)
-        found = weights.setdefault(id(parameter), Weight(parameter, {}, block))
-        found.modules[path] = module
+        weight = weights.setdefault(id(parameter), VocabularyWeight(parameter, {}, block))
+        weight.modules[path] = module
     if not weights:
-        why = "; ".join(f"{path} {objection}" for path, objection in stay.items())
-        raise ValueError(f"embeddings=True has nothing to split: {why}")
+        reasons = "; ".join(f"{path} {objection}" for path, objection in stay.items())
+        raise ValueError(f"embeddings=True has nothing to split: {reasons}")
     _check_owners(model, weights)
-    return Found(list(weights.values()), stay)
+    return VocabularySplit(list(weights.values()), stay)
 
 
 def _objection(module: Any, kind: type[nn.Module]) -> str | None:
     """Why a module's weight stays whole on every rank, or None."""
     if module is None:
-        return "is not there"
+        return "does not exist"
     if not isinstance(module, kind) or (kind is nn.Linear and type(module) is not kind):
         return f"is a {type(module).__name__}, not an nn.{kind.__name__}"
     weight: Any = module.weight
@@ -102,7 +103,7 @@ def _objection(module: Any, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def _check_owners(model: nn.Module, weights: dict[int, Weight]) -> None:
+def _check_owners(model: nn.Module, weights: dict[int, VocabularyWeight]) -> None:
     memory = {w.parameter.data_ptr(): w for w in weights.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, weight = name.rpartition(".")[0], memory.get(parameter.data_ptr())
@@ -117,16 +118,16 @@ class ShardedVocabulary:
     """The embedding and head of `model`, split over the ranks of a group. `shard_base(embeddings=True)` makes it.
 
     Attributes:
-        weights: what is split.
-        stay: {path: why not} of what is whole on every rank.
+        weights: the weights that are split.
+        stay: {path: reason} of an embedding or head that stays whole on every rank.
         shards: this rank's bytes.
         gathers: how many weights were gathered so far.
     """
 
     def __init__(
-        self, model: nn.Module, found: Found, shards: Shards, transport: comm.Transport
+        self, model: nn.Module, split: VocabularySplit, shards: Shards, transport: comm.Transport
     ) -> None:
-        self.weights, self.stay = found
+        self.weights, self.stay = split
         self.shards, self.gathers = shards, 0
         self._model, self._transport = model, transport
         self._handles: list[Any] = []
@@ -135,37 +136,37 @@ class ShardedVocabulary:
     def of(
         cls,
         model: nn.Module,
-        found: Found,
-        place: tuple[Any, int, int, torch.device],
+        split: VocabularySplit,
+        member: Member,
         transport: str,
     ) -> ShardedVocabulary:
-        """Collective: keep this rank's parts. The model stays as it is until `attach`.
+        """Collective: copy this rank's parts. The model is not changed before `attach`.
 
         Args:
-            model: has what was found.
-            found: equal on all ranks.
-            place: (group, this rank, how many ranks, device).
-            transport: the name of one.
+            model: has the weights of `split`.
+            split: equal on all ranks.
+            member: this rank.
+            transport: its name.
 
         Raises:
             ValueError, RuntimeError: a rank lacks memory. Every rank raises.
         """
-        group, rank, ranks, device = place
-        blocks = [weight.block for weight in found.weights]
+        group, rank, ranks, device = member
+        blocks = [weight.block for weight in split.weights]
         carrier = comm.make(transport, group, device)
         with comm.together(group):
             memory = carrier.allocate(Shards.bytes_of(blocks, ranks))
         shards = Shards(blocks, rank, ranks, memory)
         with comm.together(group):
-            for index, weight in enumerate(found.weights):
+            for index, weight in enumerate(split.weights):
                 (entry,) = weight.block.entries
-                values = weight.parameter.detach().contiguous().view(torch.uint8)
-                shards.write(index, entry, values.view(entry.shape))
+                raw = weight.parameter.detach().contiguous().view(torch.uint8)
+                shards.write(index, entry, raw.view(entry.shape))
         carrier.publish(shards)
-        return cls(model, found, shards, carrier)
+        return cls(model, split, shards, carrier)
 
     def attach(self) -> None:
-        """Take the weights' memory, and hook their modules."""
+        """Free the memory of the whole weights, and hook their modules."""
         for index, weight in enumerate(self.weights):
             parameter = weight.parameter
             nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
@@ -177,7 +178,7 @@ class ShardedVocabulary:
         setattr(self._model, DDP, [*getattr(self._model, DDP, []), *names])
 
     def bring(self, index: int) -> Tensor:
-        """The whole weight, which takes memory until nobody refers to it."""
+        """Gather the whole weight into new memory, which lives as long as the result."""
         return self._filled(index, self._room(index))
 
     def _room(self, index: int) -> Tensor:
@@ -187,7 +188,7 @@ class ShardedVocabulary:
 
     def _filled(self, index: int, memory: Tensor) -> Tensor:
         parameter = self.weights[index].parameter
-        pending = self._transport.gather(index, memory.data)  # of a version counter of its own
+        pending = self._transport.gather(index, memory.data)  # `.data` has its own version counter
         if pending is not None:
             pending.wait()
         self.gathers += 1
@@ -208,7 +209,7 @@ class ShardedVocabulary:
         raise ValueError(f"path must be one of {[*self._paths()]}, found {path!r}")
 
     def rooms(self) -> list[Tensor]:
-        """Memory for all weights, which `unshard` takes.
+        """Memory for all whole weights, for `unshard`.
 
         Raises:
             torch.OutOfMemoryError: they do not fit.
@@ -216,10 +217,10 @@ class ShardedVocabulary:
         return [self._room(index) for index in range(len(self.weights))]
 
     def unshard(self, rooms: list[Tensor]) -> None:
-        """Collective: every rank has the whole weights again, in `rooms`."""
-        values = [self._filled(index, memory) for index, memory in enumerate(rooms)]
-        for weight, value in zip(self.weights, values, strict=True):
-            weight.parameter.data = value
+        """Collective: gather the whole weights into `rooms`, for good."""
+        gathered = [self._filled(index, memory) for index, memory in enumerate(rooms)]
+        for weight, whole in zip(self.weights, gathered, strict=True):
+            weight.parameter.data = whole
             lend(weight.parameter, None)
             for module in weight.modules.values():
                 module.__dict__.pop("_apply", None)
@@ -235,10 +236,10 @@ class ShardedVocabulary:
 
     def __str__(self) -> str:
         sizes = [weight.block.size for weight in self.weights]
-        what = " and ".join(map(str, self.weights))
+        names = " and ".join(map(str, self.weights))
         stay = "".join(f"; {path} stays whole, as it {why}" for path, why in self.stay.items())
         return (
-            f"{what}: {sum(sizes):,} bytes over {self.shards.ranks} ranks: {self.shards.memory.numel():,} bytes a "
+            f"{names}: {sum(sizes):,} bytes over {self.shards.ranks} ranks: {self.shards.memory.numel():,} bytes a "
             f"rank, and at most {max(sizes):,} while one is used{stay}"
         )
 
@@ -267,43 +268,43 @@ class ShardedVocabulary:
         module.__dict__["_apply"] = partial(_refuse_moving, module)
 
 
-def agreed(model: nn.Module, group: Any, ranks: int) -> Found:
-    """Collective: what `find` returns, if it is the same on every rank.
+def agreed(model: nn.Module, group: Any, ranks: int) -> VocabularySplit:
+    """Collective: the result of `find`, which must be the same on every rank.
 
     Raises:
         ValueError: `find` raised on a rank, or ranks differ.
     """
     with comm.together(group):
-        found = find(model, ranks)
-    mine = [f"{w} {list(w.parameter.shape)} of {w.parameter.dtype}" for w in found.weights]
+        split = find(model, ranks)
+    mine = [f"{w} {list(w.parameter.shape)} of {w.parameter.dtype}" for w in split.weights]
     every = comm.agree(group, mine)
     for rank, other in enumerate(every):
         if other != every[0]:
             raise ValueError(
                 f"the models differ: embeddings are {every[0]} on rank 0, {other} on rank {rank}"
             )
-    return found
+    return split
 
 
 def untraced(hook: Callable[..., _T]) -> Callable[..., _T]:
-    """A module that is compiled by itself is traced with its hooks; these gather, and depend on an index."""
-    found: Callable[..., _T] = torch.compiler.disable(hook, reason="it gathers frozen weights")
-    return found
+    """`hook`, hidden from torch.compile: a module that is compiled by itself is traced with its hooks."""
+    hidden: Callable[..., _T] = torch.compiler.disable(hook, reason="it gathers frozen weights")
+    return hidden
 
 
 def refuse_loading(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook: RuntimeError if a weight that is split would be loaded."""
+    """A hook that raises RuntimeError if a weight that is split would be loaded."""
     if f"{prefix}weight" in state_dict:
         raise RuntimeError(
-            f"{prefix}weight is in a sharded base, which is not loaded into: call its unshard() first, or leave the "
-            "frozen weights out of the state_dict"
+            f"{prefix}weight is in a sharded base, into which no state_dict is loaded: call its unshard() first, or "
+            "leave the frozen weights out of the state_dict"
         )
 
 
 def _refuse_moving(
     module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """Takes the place of `nn.Module._apply`, for what would give the weight another memory or dtype."""
+    """Replaces `nn.Module._apply`: raises if `fn` would change the weight's memory or dtype."""
     probe = torch.zeros(1, dtype=module.weight.dtype, device=module.weight.device)  # type: ignore[arg-type]
     if fn(probe).data_ptr() != probe.data_ptr():
         raise RuntimeError(

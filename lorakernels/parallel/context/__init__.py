@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that ranks share, each with some of the tokens."""
+"""Context parallelism: the tokens of each row are split over ranks."""
 
 from lorakernels.lazy import offer_submodules
 

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of rows whose tokens are cut over n ranks: keys and values of all tokens are gathered, queries stay.
+"""Attention of rows whose tokens are split over n ranks. Each rank gathers all keys and values for its own queries.
 
-A row of S tokens is cut into 2n chunks of C = S / 2n. Rank r has chunks r and 2n − 1 − r, so that all ranks have equal
-work: a token attends to itself and earlier ones.
+A row of S tokens is cut into 2n chunks of C = S / 2n. Rank r has chunks r and 2n − 1 − r. All ranks then have equal
+work, as a token attends to itself and earlier tokens.
 
-    forward    k, v [S] ← gather of every rank's [2C]; out of each chunk's queries to the keys up to its end
+    forward    k, v [S] ← gather of every rank's [2C]; each chunk's queries attend to the keys up to the chunk's end
     backward   dk, dv [S] of both chunks, summed over the ranks in fp32; each rank keeps its [2C]
 
-A kernel gives dk and dv of a range of keys in their dtype, and a rank has each key in one range. Ranks are added in
-fp32. The sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of ours bring keys, values and
-gradients to their places (kernels/triton/chunk_rows.py). Elsewhere torch's ops and a collective do.
+A kernel returns dk and dv of a range of keys in the dtype of k. On one rank each key lies in one range. Ranks are added
+in fp32, and the sum is rounded once, to k's dtype. Where GPUs read each other's memory, kernels of this package copy
+keys, values and gradients (kernels/triton/chunk_rows.py). Elsewhere torch's ops and a collective do.
 
-Documents that are packed into rows may begin anywhere. Their starts are the whole rows', on every rank. A document ends
-with its row.
+Documents that are packed into rows may begin anywhere. Every rank has the starts of all documents, counted in whole
+rows. A document ends with its row.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from lorakernels.recorded.once import once_differentiable
 
 
 class Chunks(NamedTuple):
-    """Rank `rank` of `ranks`, with two chunks of `size` tokens of each row."""
+    """The two chunks of `size` tokens that rank `rank` of `ranks` has of each row."""
 
     rank: int
     ranks: int
     size: int
 
     @classmethod
-    def of(cls, ranks: Ranks, own: int) -> Chunks:
-        """`own`: this rank's tokens 2C of a row."""
-        return cls(ranks.rank, ranks.size, own // 2)
+    def of(cls, ranks: Ranks, tokens: int) -> Chunks:
+        """`tokens`: how many tokens of a row this rank has, 2C."""
+        return cls(ranks.rank, ranks.size, tokens // 2)
 
     @property
     def length(self) -> int:
@@ -63,48 +63,48 @@ class Chunks(NamedTuple):
 
     @property
     def begins(self) -> tuple[int, int]:
-        """Where this rank's chunks begin in a row."""
+        """The first token of each of this rank's chunks."""
         return self.rank * self.size, (2 * self.ranks - 1 - self.rank) * self.size
 
     def own(self, whole: Tensor) -> Tensor:
         """This rank's tokens [B, 2C, …] of [B, S, …]."""
-        return torch.cat([whole[:, at : at + self.size] for at in self.begins], 1)
+        return torch.cat([whole[:, begin : begin + self.size] for begin in self.begins], 1)
 
     def by_rank(self, whole: Tensor) -> Tensor:
-        """[n B, 2C, …] of [B, S, …]: every rank's tokens, by rank."""
+        """[n B, 2C, …] of [B, S, …]: the tokens of all ranks, in rank order."""
         chunks = whole.unflatten(1, (2 * self.ranks, self.size)).movedim(1, 0)
         head, tail = chunks[: self.ranks], chunks[self.ranks :].flip(0)
         return torch.stack((head, tail), 2).flatten(2, 3).flatten(0, 1)
 
     def in_order(self, parts: Tensor) -> Tensor:
-        """[B, S, …] of [n B, 2C, …], as `by_rank` has them."""
+        """The inverse of `by_rank`: [B, S, …] of [n B, 2C, …]."""
         halves = parts.unflatten(1, (2, self.size)).unflatten(0, (self.ranks, -1))
         chunks = torch.cat((halves[:, :, 0], halves[:, :, 1].flip(0)))
         return chunks.movedim(0, 1).flatten(1, 2)
 
     def segments(self, starts: Tensor, rows: int, begin: int, longest: int) -> Segments:
-        """The segments of the chunk of each row that begins at `begin`, with all keys of all rows.
+        """The segments of the chunks that begin at token `begin` of each row, with all keys of all rows.
 
-        Every document, and every row's keys behind the chunk, is a segment. Their number depends on shapes alone, and
-        the host never reads the device.
+        A document is a segment, and so are the keys of a row behind the chunk. The number of segments depends on shapes
+        alone, and the host never reads the device.
 
         Args:
             starts: int32 [N + 1], where documents begin among the B S tokens.
             rows: B.
-            begin: of the chunk in its row.
-            longest: tokens of the longest document.
+            begin: the chunks' first token in their rows.
+            longest: the number of tokens of the longest document.
         """
         length, size = self.length, self.size
-        at = torch.arange(rows, device=starts.device, dtype=torch.int32) * length
-        keys = torch.cat((starts, at, at + begin + size)).sort().values
+        row_starts = torch.arange(rows, device=starts.device, dtype=torch.int32) * length
+        keys = torch.cat((starts, row_starts, row_starts + begin + size)).sort().values
         row = keys // length
         queries = row * size + (keys - row * length - begin).clamp(0, size)
         longest = min(longest, length)
         return Segments(queries.int(), keys, min(size, longest), longest)
 
 
-class _Gather(torch.autograd.Function):
-    """k and v [B, Hk, S, D] of every rank's [B, Hk, 2C, D]: views of one matrix [B, S, 2 Hk, D]."""
+class _GatherKeys(torch.autograd.Function):
+    """Gathers k and v [B, Hk, 2C, D] of all ranks to [B, Hk, S, D], views of one matrix [B, S, 2 Hk, D]."""
 
     @staticmethod
     def forward(
@@ -121,15 +121,15 @@ class _Gather(torch.autograd.Function):
 
 
 class _WholeRows(torch.autograd.Function):
-    """Attention of rows that are one document each. k and v are this rank's."""
+    """Attention of rows that are one document each. q, k and v have this rank's tokens."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, chunks: Chunks, ranks: Ranks
     ) -> Tensor:
-        own, whole = (k, v), _gathered(k, v, chunks, ranks)
-        attended = attend_chunks(call, q, own, whole)
-        ctx.save_for_backward(q, *own, *whole, attended.out, attended.lse)
+        part, whole = (k, v), _gathered(k, v, chunks, ranks)
+        attended = attend_chunks(call, q, part, whole)
+        ctx.save_for_backward(q, *part, *whole, attended.out, attended.lse)
         ctx.call, ctx.rest, ctx.chunks, ctx.ranks = call, attended.rest, chunks, ranks
         return attended.out
 
@@ -137,20 +137,20 @@ class _WholeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, *keys, out, lse = ctx.saved_tensors
-        own, whole = (keys[0], keys[1]), (keys[2], keys[3])
+        part, whole = (keys[0], keys[1]), (keys[2], keys[3])
         attended = Attended(out, lse, ctx.rest)
-        dq, parts = chunk_gradients(ctx.call, dout, q, own, whole, attended)
+        dq, parts = chunk_gradients(ctx.call, dout, q, part, whole, attended)
         return dq, *_summed(parts, q.dtype, ctx.chunks, ctx.ranks), None, None, None
 
 
 def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tensor, Tensor]:
-    """Collective: k and v [B, Hk, S, D] of every rank's [B, Hk, 2C, D]."""
-    batch, heads, own, dim = k.shape
-    form = torch.Size([batch, own, 2 * heads, dim])
+    """Collective: k and v [B, Hk, S, D], gathered from the [B, Hk, 2C, D] of all ranks."""
+    batch, heads, tokens, dim = k.shape
+    form = torch.Size([batch, tokens, 2 * heads, dim])
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
-    there = ranks.rows.lay_down(form, k.dtype, partial(side_by_side, k, v))
-    if there is not None:
-        return _heads(in_order(there, chunks.rank))
+    buffers = ranks.rows.lay_down(form, k.dtype, partial(side_by_side, k, v))
+    if buffers is not None:
+        return _heads(in_order(buffers, chunks.rank))
     both = torch.cat((k, v), 1).transpose(1, 2)
     return _heads(chunks.in_order(ranks.rows.gather(both)[0]))
 
@@ -158,17 +158,17 @@ def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tenso
 def _summed(
     parts: list[Gradients], dtype: torch.dtype, chunks: Chunks, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
-    """Collective: dk and dv [B, Hk, 2C, D] of this rank's tokens in `dtype`: the sum of all ranks' `parts`."""
+    """Collective: dk and dv [B, Hk, 2C, D] of this rank's tokens in `dtype`: the `parts` of all ranks, summed."""
     batch, heads, _, dim = parts[0].dk.shape
-    wide, there = torch.promote_types(dtype, torch.float32), None
+    wide, buffers = torch.promote_types(dtype, torch.float32), None
     if wide == torch.float32:
         form = torch.Size([chunks.ranks, batch, 2 * chunks.size, 2 * heads, dim])
-        there = ranks.rows.lay_down(form, wide, partial(layered, parts))
-    if there is not None:
-        return _heads(sum_rows([each[chunks.rank] for each in there], None, dtype))
+        buffers = ranks.rows.lay_down(form, wide, partial(layered, parts))
+    if buffers is not None:
+        return _heads(sum_rows([buffer[chunks.rank] for buffer in buffers], None, dtype))
     both = parts[0].dk.new_zeros((batch, chunks.length, 2 * heads, dim), dtype=wide)
-    for begin, *each in parts:
-        for total, d in zip(_heads(both), each, strict=True):
+    for begin, *grads in parts:
+        for total, d in zip(_heads(both), grads, strict=True):
             total[:, :, begin : begin + d.shape[2]].add_(d)
     return _heads(ranks.rows.sum(chunks.by_rank(both))[0].to(dtype))
 
@@ -183,15 +183,15 @@ _Key = tuple[torch.dtype, int, bool, bool, bool]
 
 
 class ContextAttention:
-    """Attention of one model's rows over `ranks`, through `attention`: a backend's name, or "auto".
+    """Attention of one model's rows over `ranks`, by the backend `attention` or by "auto".
 
     A copy has the same ranks.
 
     Attributes:
         size: the number of ranks.
-        begin: called with the number of a rank's tokens of a row before a fused layer runs.
+        begin: called before a fused layer runs, with the number of tokens that this rank has of a row.
         chosen: {(dtype, D, whether each row is one document, whether one may have LONG tokens, whether algorithms are
-            deterministic): the backend that runs}.
+            deterministic): name of the backend}.
     """
 
     def __init__(self, ranks: Ranks, attention: str, begin: Callable[[int], None]) -> None:
@@ -207,18 +207,18 @@ class ContextAttention:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor | None, int], scale: float
     ) -> Tensor:
-        """Collective: out [B, H, 2C, D], each of this rank's tokens attending to its document up to itself.
+        """Collective: out [B, H, 2C, D]. Each of this rank's tokens attends to its document up to itself.
 
         Args:
             q: [B, H, 2C, D].
             k, v: [B, Hk, 2C, D].
-            documents: int32 [N + 1], where documents begin among the B S tokens of all ranks, or None where each row is
-                one; and the tokens of the longest, not read for whole rows.
+            documents: (int32 [N + 1], where documents begin among the B S tokens of all ranks, or None if each row is
+                one document; the number of tokens of the longest document, ignored with None).
             scale: the factor of q kᵀ.
 
         Raises:
-            RuntimeError: torch.compile traces.
-            ValueError: the backend takes no part of a row's queries.
+            RuntimeError: under torch.compile.
+            ValueError: the backend cannot take a part of a row's queries.
         """
         if torch.compiler.is_compiling():
             raise RuntimeError("attention over ranks cannot be compiled: run it eagerly")
@@ -233,7 +233,7 @@ class ContextAttention:
             call = Call(self.chosen[key], chunks.begins, scale)
             whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
             return whole
-        k, v = _Gather.apply(k, v, chunks, self.ranks)
+        k, v = _GatherKeys.apply(k, v, chunks, self.ranks)
         if starts is None:
             starts = torch.arange(rows + 1, device=q.device, dtype=torch.int32) * chunks.length
         outs = []
@@ -246,7 +246,7 @@ class ContextAttention:
     def _of_segments(
         self, key: _Key, qkv: tuple[Tensor, Tensor, Tensor], segments: Segments, scale: float
     ) -> str:
-        """What attends to segments. Graphs that this process will not build are chosen for anew each time."""
+        """The backend for segments. While cuDNN graphs have no room, another backend is chosen in each call."""
         name, wanted, long = self.chosen.get(key), self.attention, key[3]
         if not name:
             name = self.chosen[key] = choose_segments(wanted, *qkv, long)
@@ -257,6 +257,6 @@ class ContextAttention:
         return name
 
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """What attends to rows of one document in squares and rectangles, fast; "" where they are taken as segments."""
+        """The backend in CHUNKS that attends to rows of one document; "" if they are taken as segments instead."""
         name = choose("auto", q, k, v, None, True) if self.attention == "auto" else ""
         return name if name in CHUNKS else ""

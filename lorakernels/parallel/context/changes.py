@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `context_parallel` changes in a model, so that attention runs over the ranks; and changing it back."""
+"""The changes that `context_parallel` makes to a model, so that attention runs over the ranks. They can be undone."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ ATTENTION = "lorakernels_context_parallel"  # among transformers' attention func
 
 
 class Changes:
-    """Attributes that were set and hooks that were registered, to be undone. A copy is of the copied objects."""
+    """Undoes attributes that were set and hooks that were registered. A deep copy is for the copied objects."""
 
     def __init__(self) -> None:
-        # (owner, attribute, its value; ... if it had none)
+        # (owner, attribute, the value before; ... if there was none)
         self._before: list[tuple[Any, str, Any]] = []
-        self._marked: list[tuple[nn.Module, str]] = []  # (module, what of its record)
+        self._marked: list[tuple[nn.Module, str]] = []  # (module, field of its record)
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Changes:
         made = memo[id(self)] = Changes()
         for owner, name, value in self._before:
-            theirs = copy.deepcopy(owner, memo)
-            made._before.append((theirs, name, value))
-            if isinstance(owner, FP8State):  # whose copies have no groups
-                theirs.shared_over = owner.shared_over
+            copied = copy.deepcopy(owner, memo)
+            made._before.append((copied, name, value))
+            if isinstance(owner, FP8State):  # a copied state has no groups
+                copied.shared_over = owner.shared_over
         made._marked, made._hooks = copy.deepcopy((self._marked, self._hooks), memo)
         return made
 
@@ -46,20 +46,20 @@ class Changes:
         setattr(owner, name, value)
 
     def mark(self, module: nn.Module, **marks: Any) -> None:
-        """Mark a module, which had no such marks."""
+        """Mark a module that does not have these marks yet."""
         self._marked += ((module, name) for name in marks)
         mark(module, **marks)
 
     def hook(self, module: nn.Module, before: Any) -> None:
-        """Register a forward_pre_hook that takes keywords."""
+        """Register a forward_pre_hook with keyword arguments."""
         self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
 
     def keep(self, handles: list[Any]) -> None:
-        """Note hooks that were registered."""
+        """Record the handles of hooks that were registered elsewhere."""
         self._hooks += handles
 
     def undo(self) -> None:
-        """Let all be as it was before, the last change first."""
+        """Undo all changes, the last one first."""
         while self._hooks:
             self._hooks.pop().remove()
         while self._marked:
@@ -74,13 +74,13 @@ class Changes:
 
 
 def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: Changes) -> None:
-    """Let the model's attention run over the ranks, and its adapters draw the masks of this rank's tokens.
+    """Make the model's attention run over the ranks, and its adapters draw the dropout masks of this rank's tokens.
 
     Args:
         model: a causal language model of transformers, or one rank's stages of it.
-        ranks: who share its rows.
-        layers: its decoder layers, those of this rank's stages if it was cut.
-        changes: where to note what is changed, also of an attempt that raises.
+        ranks: the ranks that share its rows.
+        layers: its decoder layers; only this rank's, if it was cut into stages.
+        changes: records all changes, also if an exception ends this function.
     """
     contexts: dict[str, ContextAttention] = {}
     adapters = [m for m in model.modules() if isinstance(m, LoRALinear)]
@@ -94,7 +94,7 @@ def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: 
         context = contexts.setdefault(wanted, ContextAttention(ranks, wanted, own_chunks.of))
         changes.mark(module, context_attention=context)
         if parts is not None:
-            changes.put(parts, "context", context)  # which says the rows by itself
+            changes.put(parts, "context", context)  # a fused layer calls `own_chunks.of` itself
         elif adapters:
             changes.hook(module, own_chunks.before)
     for module in (m for m in model.modules() if m._parameters):
@@ -103,7 +103,7 @@ def share_rows(model: Any, ranks: Ranks, layers: dict[str, nn.Module], changes: 
     changes.keep(angles_by_document(model))
     for hook in document_angles(model):
         changes.put(hook, "to_end", None)  # ContextParallel sets it in each call
-    share_state(frozen_layers(model))  # `attach` would else put another state in their place
+    share_state(frozen_layers(model))  # otherwise `attach` would replace these states
     states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
     for state in states.values():
         changes.put(state, "shared_over", (*state.shared_over, ranks.group))
@@ -135,7 +135,7 @@ def _attend(
     context = became(module).context_attention
     assert context is not None
     if attention_mask is not None or kwargs.get("dropout"):
-        raise ValueError("attention over ranks has no attention_mask and no dropout")
+        raise ValueError("attention over ranks does not support attention_mask and dropout")
     longest = kwargs.get("max_length_q") or query.shape[0] * query.shape[2] * context.size
     documents = kwargs.get("cu_seq_lens_q"), longest
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

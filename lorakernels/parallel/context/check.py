@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `context_parallel` compares over ranks, and which models, decoder layers and modules it refuses."""
+"""The checks of `context_parallel`: models are equal on all ranks, and layers and modules are supported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lorakernels.parallel.ranks.group import Ranks
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What must be equal on all ranks, by what it is called in a message."""
+    """{name for error messages: value} of everything that must be equal on all ranks."""
     trained = {
         f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
     }
@@ -30,20 +30,20 @@ def objection(layer: nn.Module) -> str:
     """Why a decoder layer's attention cannot begin to run over ranks; "" if it can."""
     spec = spec_of(layer)
     if spec.window_of(layer) is not None:
-        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not have yet"
+        return f"has a sliding window of {spec.window_of(layer)}, which attention over ranks does not support yet"
     if spec.cap_of(layer) is not None:
-        return "has capped scores, which attention over ranks does not have"
+        return "has capped scores, which attention over ranks does not support"
     if isinstance(layer, FusedDecoderLayer):
         parts = parts_of(layer)
         if parts.attention not in ("auto", "flash", "efficient", "math", "cudnn_graph"):
-            return f"has attention={parts.attention!r}, which takes no part of a row: fuse with attention='auto'"
+            return f"has attention={parts.attention!r}, which cannot take a part of a row: fuse with attention='auto'"
     return ""
 
 
 def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.Module]:
-    """Collective: the model's decoder layers; if it was cut into `stages` of those ranks, those of this rank.
+    """Collective: the model's decoder layers; only this rank's, if it was cut into `stages`.
 
-    Errors are those of `context_parallel`.
+    It raises as `context_parallel` does.
     """
     with comm.together(ranks.group):
         config = getattr(model, "config", None)
@@ -69,14 +69,14 @@ def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.
 
 
 def refuse_masks(model: nn.Module, group: Any) -> None:
-    """ValueError, which names it, for a module whose masks cannot be drawn over the ranks of `group`."""
+    """Raise ValueError for a module that cannot draw dropout masks, or share FP8 scales, over `group`."""
     for name, module in model.named_modules():
         if why := _cannot_draw(module, group):
             raise ValueError(f"{name} {why}")
 
 
 def _cannot_draw(module: nn.Module, group: Any) -> str:
-    """Why a module's masks, or its FP8 scales, cannot be of rows over ranks; "" if they can."""
+    """Why a module cannot draw dropout masks, or share FP8 scales, for rows over ranks; "" if it can."""
     if isinstance(module, SplitModule) and module.ranks.group is group:
         return "is split over these ranks already: tensor parallelism needs a dimension of its own"
     if isinstance(module, nn.Dropout) and module.p:

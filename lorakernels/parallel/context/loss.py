@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean loss of rows that ranks share: what is given of whole rows, whether it fits on all ranks, and the sum.
+"""The mean loss of rows that ranks share. Arguments are whole rows; they are cut, checked and compared over the ranks.
 
-Each rank has the losses of its own tokens. Logits of all of them never exist at once (tensor/head.py).
+Each rank computes the losses of its tokens, and the ranks sum them. Logits of all tokens never exist at once
+(tensor/head.py).
 """
 
 from __future__ import annotations
@@ -25,41 +26,41 @@ from lorakernels.parallel.tensor.known_tokens import (
     refuse_unknown,
 )
 
-# what transformers' models take, and dimension 1 is a row's tokens
+# inputs of transformers' models whose dimension 1 is the tokens of a row
 _CUT = ("input_ids", "inputs_embeds", "position_ids")
 _WHOLE = ("cu_seq_lens_q", "max_length_q")
 
 
-class Asked(NamedTuple):
-    """`labels`, `items` and `inputs` of `ContextParallel.loss`, of whole rows."""
+class LossArguments(NamedTuple):
+    """The arguments of `ContextParallel.loss`, for whole rows."""
 
     labels: Tensor
     items: Any
     inputs: dict[str, Any]
 
 
-class Given(NamedTuple):
-    """What the loss is computed from, of this rank's tokens.
+class RankInputs(NamedTuple):
+    """The inputs of this rank's part of the loss.
 
     Attributes:
-        inputs: of the model.
-        wanted: int64 [B, S/n], of each token the next one.
-        items: fp32 [], by which the losses' sum is divided.
-        looked_at: whether the host waits for the device to look at where documents begin.
+        inputs: the model's keyword arguments, for this rank's tokens.
+        targets: int64 [B, S/n], the next token of each token.
+        items: fp32 [], the divisor of the summed losses.
+        waits: whether the host waits for the device, to check where documents begin.
     """
 
     inputs: dict[str, Any]
-    wanted: Tensor
+    targets: Tensor
     items: Tensor
-    looked_at: bool
+    waits: bool
 
 
 class _Total(torch.autograd.Function):
-    """The sum of every rank's loss, the same bits on all. Its gradient is that of this rank's."""
+    """Sums the loss over the ranks, with the same bits on all. In backward each rank passes its gradient through."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        total = own.clone()
+    def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
+        total = loss.clone()
         comm.all_reduce(group, total)
         return total
 
@@ -68,16 +69,16 @@ class _Total(torch.autograd.Function):
         return dloss, None
 
 
-def mean_loss(model: Any, group: Any, given: Given) -> Tensor:
+def mean_loss(model: Any, group: Any, part: RankInputs) -> Tensor:
     """Collective: the mean loss over all ranks' tokens, fp32 []. `model` is a causal language model of transformers."""
-    hidden = model.base_model(use_cache=False, **given.inputs).last_hidden_state
-    own = sum_of_losses(model, hidden, given.wanted) / given.items
-    total: Tensor = _Total.apply(own, group)
+    hidden = model.base_model(use_cache=False, **part.inputs).last_hidden_state
+    loss = sum_of_losses(model, hidden, part.targets) / part.items
+    total: Tensor = _Total.apply(loss, group)
     return total
 
 
 def own_inputs(ranks: Ranks, labels: Tensor, inputs: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of `inputs` of whole rows, with positions. Errors are those of `ContextParallel.loss`."""
+    """This rank's part of the `inputs` of whole rows, with positions. It raises as `ContextParallel.loss` does."""
     for name in inputs:
         if name not in (*_CUT, *_WHOLE):
             raise TypeError(f"loss takes {[*_CUT, *_WHOLE]} of whole rows, found {name}")
@@ -85,8 +86,8 @@ def own_inputs(ranks: Ranks, labels: Tensor, inputs: dict[str, Any]) -> dict[str
     if rows is None:
         raise TypeError("loss needs input_ids or inputs_embeds")
     if labels is None or labels.shape != rows.shape[:2] or labels.dtype != torch.int64:
-        found = None if labels is None else f"{labels.dtype} {list(labels.shape)}"
-        raise ValueError(f"labels must be int64 {list(rows.shape[:2])} as the rows, found {found}")
+        text = None if labels is None else f"{labels.dtype} {list(labels.shape)}"
+        raise ValueError(f"labels must be int64 {list(rows.shape[:2])} as the rows, found {text}")
     if labels.device != rows.device:
         raise ValueError(f"labels must be on {rows.device} as the rows, found {labels.device}")
     if inputs.get("position_ids") is None:
@@ -97,7 +98,7 @@ def own_inputs(ranks: Ranks, labels: Tensor, inputs: dict[str, Any]) -> dict[str
 
 
 def targets(labels: Tensor, items: Any) -> tuple[Tensor, Tensor]:
-    """(labels [B, S] of each token's next one, by what the losses' sum is divided, fp32 []), of whole rows.
+    """(the next label of each token [B, S], the divisor of the summed losses, fp32 []), for whole rows.
 
     Raises:
         TypeError: `items` is no number.
@@ -112,37 +113,42 @@ def targets(labels: Tensor, items: Any) -> tuple[Tensor, Tensor]:
 
 
 def agreed(
-    model: nn.Module, ranks: Ranks, asked: Asked, give: Callable[[], Given], on_gpu: bool
-) -> Given:
-    """Collective: what `give` gives, if it is right on all ranks. They wait on the host.
+    model: nn.Module,
+    ranks: Ranks,
+    arguments: LossArguments,
+    cut: Callable[[], RankInputs],
+    on_gpu: bool,
+) -> RankInputs:
+    """Collective: the result of `cut`, if arguments are valid and equal on all ranks. They wait on the host.
 
     Args:
-        model: what runs.
-        ranks: who share the rows.
-        asked: what this rank is asked for.
-        give: makes this rank's part of it, or raises.
-        on_gpu: whether values on a GPU are compared, for which the host waits.
+        model: the model that runs.
+        ranks: the ranks that share the rows.
+        arguments: this rank's arguments.
+        cut: returns this rank's part of them, or raises.
+        on_gpu: whether to compare tensors on a GPU, for which the host waits.
 
     Raises:
-        ValueError: ranks are asked for other shapes, values, modes or items, or another rank raised.
-        Exception: what `give` raises.
+        ValueError: the ranks' shapes, values, modes or items differ, or another rank raised.
+        Exception: any exception of `cut`.
     """
     group = comm.on_host(ranks.group, next(model.parameters()).device)
     error: Exception | None = None
     values: dict[str, int] = {}
     form: tuple[int, ...] | None = None
     how = f"training {model.training}, gradients {torch.is_grad_enabled()}, items "
-    how += repr(asked.items) if isinstance(asked.items, Real) else type(asked.items).__name__
+    labels, items, inputs = arguments
+    how += repr(items) if isinstance(items, Real) else type(items).__name__
     try:
-        given = give()
-        refuse_unknown(model, asked.inputs.get("input_ids"), asked.labels)
-        form = (*asked.labels.shape, "cu_seq_lens_q" in given.inputs, given.looked_at)
-        values = digests({"labels": asked.labels, "items": asked.items, **asked.inputs}, on_gpu)
+        part = cut()
+        refuse_unknown(model, inputs.get("input_ids"), labels)
+        form = (*labels.shape, "cu_seq_lens_q" in part.inputs, part.waits)
+        values = digests({"labels": labels, "items": items, **inputs}, on_gpu)
         form += (zlib.crc32(how.encode()), digest_of(values))
-    except Exception as found:  # any: the other ranks wait below
-        error = found
+    except Exception as raised:  # any: the other ranks wait below
+        error = raised
     if comm.alike(group, 6, form):
-        return given
+        return part
     with comm.together(group):
         if error is not None:
             raise error
@@ -152,11 +158,11 @@ def agreed(
         raise ValueError(f"all ranks must have equal modes and items, found by rank {[*hows]}")
     if len({*forms}) == 1:
         check_values([*digested], "share rows")
-    said = [
-        [*rows, "cu_seq_lens_q" if packed else "position_ids" if places else "neither"]
-        for *rows, packed, places in forms
+    differing = [
+        [*rows, "cu_seq_lens_q" if packed else "position_ids" if waits else "neither"]
+        for *rows, packed, waits in forms
     ]
     raise ValueError(
         "all ranks must have equal rows [B, S], and cu_seq_lens_q and position_ids on all or on none, found by "
-        f"rank {said}"
+        f"rank {differing}"
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's tokens lie: its chunks of whole rows, the rows of the masks that its adapters draw, and documents.
+"""A rank's tokens of whole rows: its chunks, the rows of its adapters' dropout masks, and the ends of documents.
 
-What does not fit of a rank's rows is refused here.
+This file also checks the rows of a rank.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def to_document_end(chunks: Chunks, batch: int, starts: Tensor | None, device: A
     The host waits for nothing. A document ends with its row.
 
     Args:
-        chunks: this rank's, of whole rows.
+        chunks: this rank's chunks.
         batch: B.
-        starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
+        starts: int32 [N + 1], where documents begin among the B S tokens; None if each row is one document.
         device: of the result.
     """
     columns = [torch.arange(b, b + chunks.size, device=device) for b in chunks.begins]
@@ -60,36 +60,41 @@ def to_document_end(chunks: Chunks, batch: int, starts: Tensor | None, device: A
 
 
 class OwnChunks:
-    """Gives adapters their `chunks` by the rows that come, so that a token has the mask that one process draws for it.
+    """Sets the `chunks` of adapters, so that a token gets the dropout mask that a single process would draw for it.
 
-    It is asked wherever a layer runs, and so in a recomputation too, which may follow a forward of other rows.
+    It is called whenever a layer runs: a recomputation may follow a forward of other rows.
     """
 
     def __init__(self, adapters: Sequence[LoRALinear], ranks: Ranks) -> None:
-        self._adapters, self._rank, self._ranks, self._own = [*adapters], ranks.rank, ranks.size, 0
+        self._adapters, self._rank, self._ranks, self._tokens = (
+            [*adapters],
+            ranks.rank,
+            ranks.size,
+            0,
+        )
 
-    def of(self, own: int) -> None:
-        """The rank has `own` tokens of each row in the call that begins."""
-        if own != self._own:
+    def of(self, tokens: int) -> None:
+        """A call begins in which this rank has `tokens` tokens of each row."""
+        if tokens != self._tokens:
             for adapter in self._adapters:
-                adapter.chunks = RowChunks(self._rank, self._ranks, own // 2)
-            self._own = own
+                adapter.chunks = RowChunks(self._rank, self._ranks, tokens // 2)
+            self._tokens = tokens
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward_pre_hook of a module whose input has a row's tokens in dimension 1.
+        """A forward_pre_hook for modules that take [B, tokens, …].
 
-        Tensor parallelism gives an attention module a stand-in of that shape (tensor/rows.py).
+        Under tensor parallelism an attention module gets a stand-in of that shape (tensor/rows.py).
         """
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         self.of(x.shape[1])
 
 
-def refused(rows: Tensor, inputs: dict[str, Any]) -> str:
-    """What is wrong with the call of a model whose rows are over ranks; "" if nothing.
+def objection(rows: Tensor, inputs: dict[str, Any]) -> str:
+    """Why a model whose rows are over ranks cannot be called so; "" if it can.
 
     Args:
         rows: [B, S/n, …], this rank's tokens.
-        inputs: what else the call has.
+        inputs: the other arguments of the call.
     """
     if rows.dim() < 2:
         return f"rows must be [B, S/n] or [B, S/n, H], found {list(rows.shape)}"
@@ -103,12 +108,12 @@ def refused(rows: Tensor, inputs: dict[str, Any]) -> str:
 
 
 class Limits(NamedTuple):
-    """What a call's rows may have at most.
+    """Limits for the rows of a call.
 
     Attributes:
-        longest: tokens that no document may have more of; None stands for B S.
-        vocabulary: how many tokens the model knows, if rows are tokens; 0 if they are not.
-        dynamic: tokens that no document may have more of under dynamic RoPE; 0 without it.
+        longest: the most tokens of a document; None stands for B S.
+        vocabulary: the size of the vocabulary if rows are tokens, else 0.
+        dynamic: the most tokens of a document under dynamic RoPE; 0 without it.
     """
 
     longest: int | None = None
@@ -117,15 +122,15 @@ class Limits(NamedTuple):
 
 
 def too_long_for_dynamic(most: int, tokens: int) -> str:
-    """Why a document of `tokens` is refused, of which there may be `most`."""
+    """The message for a document of more than `most` tokens under dynamic RoPE."""
     return (
         f"a document may have at most {most} tokens over ranks, max_position_embeddings, found {tokens}: dynamic RoPE "
-        "has other angles for each longer length, and a rank knows its own tokens alone"
+        "has other angles for each longer length, and a rank has only its own tokens"
     )
 
 
 def refuse_long(most: int, length: int, inputs: dict[str, Any]) -> None:
-    """ValueError if rows of `length` tokens may have a document of more than `most`, by what else the call has."""
+    """Raise ValueError if rows of `length` tokens may have a document of more than `most` tokens."""
     if inputs.get("cu_seq_lens_q") is not None:
         length = min(length, int(inputs.get("max_length_q") or length))
     if length > most:
@@ -138,51 +143,51 @@ def check_places(
     positions: Tensor | None,
     starts: Tensor | None,
     limits: Limits,
-    refused: str = "",
+    objection: str = "",
 ) -> None:
-    """Collective: refuse packed documents whose starts are not said. The host waits for the device, once.
+    """Collective: refuse packed documents without `starts`, and wrong `starts`. The host waits for the device, once.
 
-    One all-reduce of fourteen numbers says whether all ranks may go on, whatever the shapes on each.
+    One all-reduce of fourteen numbers decides for all ranks, whatever shapes they have.
 
     Args:
-        ranks: who share the rows.
+        ranks: the ranks that share the rows.
         rows: [B, S/n, …], this rank's tokens.
-        positions: [1 or B, S/n], theirs.
-        starts: int32 [N + 1], where documents begin among the B S tokens; None where each row is one.
+        positions: [1 or B, S/n], their positions.
+        starts: int32 [N + 1], where documents begin among the B S tokens; None if each row is one document.
         limits: of the call.
-        refused: what this rank has found wrong already; "" if nothing.
+        objection: this rank's objection so far; "" if there is none.
 
     Raises:
-        ValueError: on all ranks, if on any: `refused`, or a shape or dtype does not fit, or ranks' rows have other
-            shapes, or only some have `starts`, or a token is not of the vocabulary. Else positions jump within a row
-            without `starts`, or `starts` do not reach from the first token to the last, or a document is longer than
-            the limits.
+        ValueError: on all ranks, if one rank has an `objection`, a wrong shape or dtype, a token outside of the
+            vocabulary, or a document that is longer than the limits; or if the ranks' rows differ in shape, only some
+            have `starts`, positions jump within a row without `starts`, or `starts` do not reach from the first token
+            to the last.
     """
     longest, vocabulary, dynamic = limits
-    refused = refused or _misfit(rows, positions, starts, longest)
-    batch, own, packed = (0, 0, False) if refused else (*rows.shape[:2], starts is not None)
-    total = batch * own * ranks.size
-    found = torch.zeros(14, dtype=torch.int64, device=rows.device)
-    known = torch.tensor((bool(refused), batch, own, packed, -batch, -own, -packed))
-    found[:7].copy_(known, non_blocking=True)  # a number of the host's that is assigned would wait
-    if not refused:
+    objection = objection or _misfit(rows, positions, starts, longest)
+    batch, tokens, packed = (0, 0, False) if objection else (*rows.shape[:2], starts is not None)
+    total = batch * tokens * ranks.size
+    maxima = torch.zeros(14, dtype=torch.int64, device=rows.device)
+    shape = torch.tensor((bool(objection), batch, tokens, packed, -batch, -tokens, -packed))
+    maxima[:7].copy_(shape, non_blocking=True)  # assigning Python numbers would wait for the device
+    if not objection:
         assert positions is not None
-        found[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
+        maxima[7:12] = _unfit(ranks, rows, positions, starts, longest or total)
         if vocabulary:
-            found[12] = unknown(rows, vocabulary)
+            maxima[12] = unknown(rows, vocabulary)
         if dynamic:
-            found[13] = positions.max() + 1
-    comm.maximum(ranks.group, found)
-    on_any, *shapes, offsets, negated, jumped, over, broken, outside, most_of_one = found.tolist()
+            maxima[13] = positions.max() + 1
+    comm.maximum(ranks.group, maxima)
+    on_any, *shapes, offsets, negated, jumped, over, broken, outside, most_of_one = maxima.tolist()
     if on_any:
         with comm.together(ranks.group):
-            if refused:
-                raise ValueError(refused)
+            if objection:
+                raise ValueError(objection)
     most, least = shapes[:3], [-x for x in shapes[3:]]
     if most != least:
         raise ValueError(
             f"all ranks must have as many rows and tokens, and cu_seq_lens_q on all or on none; found "
-            f"{[batch, own]} {'with' if packed else 'without'} cu_seq_lens_q on rank {ranks.rank}, and ranks with "
+            f"{[batch, tokens]} {'with' if packed else 'without'} cu_seq_lens_q on rank {ranks.rank}, and ranks with "
             f"{least[:2]} to {most[:2]}"
         )
     if outside:
@@ -208,13 +213,13 @@ def check_places(
 
 
 def _misfit(rows: Tensor, positions: Any, starts: Any, longest: Any) -> str:
-    """What is wrong with shapes and dtypes, which the host knows; "" if nothing."""
-    batch, own = rows.shape[:2]
-    whose = f"position_ids must be [1 or {batch}, {own}] as this rank's tokens"
+    """Why shapes and dtypes do not fit; "" if they do. The device is not read."""
+    batch, tokens = rows.shape[:2]
+    expected = f"position_ids must be [1 or {batch}, {tokens}] as this rank's tokens"
     if not isinstance(positions, Tensor):
-        return f"{whose}, found {type(positions).__name__}"
-    if positions.dim() != 2 or len(positions) not in (1, batch) or positions.shape[1] != own:
-        return f"{whose}, found {list(positions.shape)}"
+        return f"{expected}, found {type(positions).__name__}"
+    if positions.dim() != 2 or len(positions) not in (1, batch) or positions.shape[1] != tokens:
+        return f"{expected}, found {list(positions.shape)}"
     if starts is not None and not isinstance(starts, Tensor):
         return f"cu_seq_lens_q must be int32 [documents + 1], found {type(starts).__name__}"
     if starts is not None and (starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2):
@@ -230,23 +235,26 @@ def _misfit(rows: Tensor, positions: Any, starts: Any, longest: Any) -> str:
 def _unfit(
     ranks: Ranks, rows: Tensor, positions: Tensor, starts: Tensor | None, longest: int
 ) -> Tensor:
-    """int64 [5]: a digest of how far positions lie ahead of the rows' tokens, and its negative; whether they jump
-    between this rank's tokens; by how much a document is too long; and whether `starts` are broken."""
-    found = torch.zeros(5, dtype=torch.int64, device=rows.device)
+    """int64 [5]: five measures of wrong positions or starts; the largest over the ranks decides.
+
+    They are a digest of the offset of positions to the tokens' indices in their rows, and its negative; whether
+    positions jump between this rank's tokens; by how much a document is too long; and whether `starts` are broken.
+    """
+    measures = torch.zeros(5, dtype=torch.int64, device=rows.device)
     chunks, batch = Chunks.of(ranks, rows.shape[1]), rows.shape[0]
     if starts is None:
-        at = positions.device
-        plain = torch.cat([torch.arange(b, b + chunks.size, device=at) for b in chunks.begins])
-        ahead = (positions - plain).expand(batch, -1)
-        first = ahead[:, 0].long()
-        # equal numbers on all ranks, so that other offsets have another sum
+        device = positions.device
+        plain = torch.cat([torch.arange(b, b + chunks.size, device=device) for b in chunks.begins])
+        offsets = (positions - plain).expand(batch, -1)
+        first = offsets[:, 0].long()
+        # equal weights on all ranks, so that other offsets have another sum
         weights = torch.randint(2**40, (batch,), generator=torch.Generator().manual_seed(0))
-        digest = (first * weights.to(at, non_blocking=True)).sum()
-        found[0], found[1] = digest, -digest
-        found[2] = (ahead != first[:, None]).any()
+        digest = (first * weights.to(device, non_blocking=True)).sum()
+        measures[0], measures[1] = digest, -digest
+        measures[2] = (offsets != first[:, None]).any()
     else:
         lengths = starts.diff()
-        found[3] = lengths.max() - longest
+        measures[3] = lengths.max() - longest
         ends = (starts[0] != 0) | (starts[-1] != batch * chunks.length)
-        found[4] = ends | (lengths < 0).any()
-    return found
+        measures[4] = ends | (lengths < 0).any()
+    return measures

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are reduced and gathered together, and one rank's part of them."""
+"""Buckets of parameters whose gradients are reduced, and values gathered, together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.parallel.optimizer.flat import Layout, Piece
+from lorakernels.parallel.optimizer.flat import FlatLayout, Piece
 from lorakernels.parallel.ranks import comm
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,50 +19,51 @@ class Bucket:
     """Parameters of one dtype and device that are reduced and gathered together.
 
     Attributes:
-        whole: [layout.size], shared with other buckets: the gradients of a step, then its parameters.
-        grad, own, moments: [layout.part]: this rank's part of the summed gradients, of the parameters and of
+        whole: [layout.size], a buffer that is shared with other buckets: the gradients of a step, then its parameters.
+        grad, param, moments: [layout.part]: this rank's part of the summed gradients, of the parameters and of
             AdamW's moments.
-        shards: views of `own`, one a parameter; empty where none of it is this rank's.
+        shards: views of `param`, one per parameter; empty where none of the parameter is in this rank's part.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], layout: Layout, pieces: Sequence[Piece], whole: Tensor
+        self, params: Sequence[Tensor], layout: FlatLayout, pieces: Sequence[Piece], whole: Tensor
     ) -> None:
         self.params, self.layout, self._pieces = list(params), layout, list(pieces)
         self.whole = whole[: layout.size]
-        self.grad, self.own, *moments = (whole.new_zeros(layout.part) for _ in range(4))
+        self.grad, self.param, *moments = (whole.new_zeros(layout.part) for _ in range(4))
         self.moments = dict(zip(MOMENTS, moments, strict=True))
-        self.shards = [piece.of(self.own) for piece in pieces]
+        self.shards = [piece.of(self.param) for piece in pieces]
 
-    def each(self) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-        """Each parameter with its shard and its piece."""
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+        """(parameter, its shard, its piece) for all parameters."""
         return zip(self.params, self.shards, self._pieces, strict=True)
 
     def views(self) -> list[Tensor]:
         """`whole` as tensors of the parameters' shapes."""
-        found = zip(self.params, self.layout.offsets, self.layout.counts, strict=True)
-        return [self.whole[at : at + count].view(p.shape) for p, at, count in found]
+        offsets, counts = self.layout.offsets, self.layout.counts
+        spans = [slice(start, start + n) for start, n in zip(offsets, counts, strict=True)]
+        return [self.whole[s].view(p.shape) for p, s in zip(self.params, spans, strict=True)]
 
     def reduce(self, group: Any, factor: float) -> None:
-        """Collective: sum the gradients times `factor`. Each shard gets its piece, or None for no gradient."""
+        """Collective: sum the gradients times `factor`. Each shard gets its piece as `grad`, if there is one."""
         self.whole.zero_()
         pairs = [(v, p.grad) for v, p in zip(self.views(), self.params, strict=True)]
-        given = [(view, grad) for view, grad in pairs if grad is not None]
-        torch._foreach_copy_([view for view, _ in given], [grad for _, grad in given])
+        with_grad = [(view, grad) for view, grad in pairs if grad is not None]
+        torch._foreach_copy_([view for view, _ in with_grad], [grad for _, grad in with_grad])
         if factor != 1.0:
             self.whole.mul_(factor)
         comm.reduce_scatter(group, self.grad, self.whole)
-        for p, shard, piece in self.each():
+        for p, shard, piece in self.pieces():
             shard.grad = None if p.grad is None else piece.of(self.grad)
 
     def take(self) -> None:
-        """Copy this rank's part of the parameters, which others may have written since the last step."""
-        now = [p.detach().reshape(-1)[piece.start : piece.stop] for p, _, piece in self.each()]
+        """Copy this rank's part of the parameters, as they may have been changed since the last step."""
+        now = [p.detach().reshape(-1)[piece.start : piece.stop] for p, _, piece in self.pieces()]
         torch._foreach_copy_(self.shards, now)
 
     def give(self, group: Any) -> None:
-        """Collective: write every rank's part into the parameters that have a gradient."""
-        comm.all_gather(group, self.whole, self.own)
+        """Collective: write the parts of all ranks into the parameters that have a gradient."""
+        comm.all_gather(group, self.whole, self.param)
         pairs = zip(self.params, self.views(), strict=True)
-        given = [(p, view) for p, view in pairs if p.grad is not None]
-        torch._foreach_copy_([p for p, _ in given], [view for _, view in given])
+        with_grad = [(p, view) for p, view in pairs if p.grad is not None]
+        torch._foreach_copy_([p for p, _ in with_grad], [view for _, view in with_grad])

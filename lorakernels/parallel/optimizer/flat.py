@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters lie in one flat vector that is cut into equal parts, one a rank.
+"""The layout of parameters in one flat vector, which is cut into equal parts, one per rank.
 
     parameter 0   padding   parameter 1   padding   parameter 2   padding
     └──────── part 0 ────────┘└──────── part 1 ────────┘└──── part 2 ────┘
@@ -19,21 +19,21 @@ ALIGN = 64  # elements: 128 bytes of bf16, and a multiple of every vector of a C
 
 
 class Piece(NamedTuple):
-    """Elements start … stop of a flattened parameter, which lie at `at` of a rank's part. It may be empty."""
+    """Elements start … stop of a flattened parameter. They begin at `offset` in a rank's part. It may be empty."""
 
     start: int
     stop: int
-    at: int
+    offset: int
 
     def of(self, part: Tensor) -> Tensor:
-        """This piece of a rank's part, a view."""
-        return part[self.at : self.at + self.stop - self.start]
+        """This piece as a view of a rank's part."""
+        return part[self.offset : self.offset + self.stop - self.start]
 
 
-class Layout(NamedTuple):
-    """Where tensors lie in one flat buffer that ranks split.
+class FlatLayout(NamedTuple):
+    """The layout of tensors in one flat buffer that ranks split.
 
-    Tensor i has `counts[i]` elements, from element `offsets[i]` on. Each of `ranks` ranks has `part` elements.
+    Tensor i has `counts[i]` elements, which begin at element `offsets[i]`. Each of `ranks` ranks has `part` elements.
     """
 
     counts: tuple[int, ...]
@@ -46,34 +46,33 @@ class Layout(NamedTuple):
         return self.part * self.ranks
 
     def pieces(self, rank: int) -> list[Piece]:
-        """What of each parameter lies in this rank's part."""
-        begin, found = rank * self.part, []
+        """For each parameter, its piece in this rank's part."""
+        begin, pieces = rank * self.part, []
         for count, offset in zip(self.counts, self.offsets, strict=True):
             start = min(max(begin - offset, 0), count)
             stop = min(max(begin + self.part - offset, start), count)
-            at = min(max(offset - begin, 0), self.part)
-            found.append(Piece(start, stop, at))
-        return found
+            pieces.append(Piece(start, stop, min(max(offset - begin, 0), self.part)))
+        return pieces
 
 
-def lay_out(counts: Sequence[int], ranks: int) -> Layout:
-    """The layout of parameters with so many elements each."""
+def lay_out(counts: Sequence[int], ranks: int) -> FlatLayout:
+    """The layout of parameters. `counts`: the number of elements of each."""
     offsets, end = [], 0
     for count in counts:
         offsets.append(end)
         end += _up(count, ALIGN)
-    return Layout(tuple(counts), tuple(offsets), _up(end, ranks * ALIGN) // ranks, ranks)
+    return FlatLayout(tuple(counts), tuple(offsets), _up(end, ranks * ALIGN) // ranks, ranks)
 
 
 def cut(sizes: Sequence[int], most: int) -> list[slice]:
-    """Consecutive runs whose sizes add up to `most` or less; a larger one is alone."""
-    found, start, total = [], 0, 0
+    """Slices of `sizes` that add up to `most` or less each. A single size may be larger."""
+    runs, start, total = [], 0, 0
     for index, size in enumerate(sizes):
         if index > start and total + size > most:
-            found.append(slice(start, index))
+            runs.append(slice(start, index))
             start, total = index, 0
         total += size
-    return [*found, slice(start, len(sizes))] if sizes else []
+    return [*runs, slice(start, len(sizes))] if sizes else []
 
 
 def _up(count: int, multiple: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ShardedAdamW: every rank keeps AdamW's moments of its part of the trained parameters only (ZeRO-2).
+"""ShardedAdamW: every rank keeps AdamW's moments for its part of the trained parameters only (ZeRO-2).
 
     mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("dp_shard",))
     optimizer = ShardedAdamW(trained, mesh["dp_shard"], max_grad_norm=1.0, lr=1e-4, weight_decay=0.01)
@@ -8,9 +8,9 @@ A step copies the gradients into a flat buffer and reduce-scatters it. AdamW the
 all-gather brings the new parameters to all ranks. This replaces DistributedDataParallel's all-reduce: do not use both.
 Parameters and gradients stay where they are, so fused layers and captured graphs do not notice.
 
-Elements are computed as torch.optim.AdamW computes them, because it is torch.optim.AdamW that runs, over views of the
-rank's part. With two ranks the sum of two gradients has one order, so parameters are bit-equal to those after an
-all-reduce. With more ranks the backend chooses the order of a sum, for an all-reduce and for a reduce-scatter alike.
+torch.optim.AdamW itself runs over views of the rank's part, so elements are computed as it computes them. With two
+ranks there is one order to add two gradients, so parameters are bit-equal to those after an all-reduce. With more ranks
+the backend chooses the order of a sum, in an all-reduce and in a reduce-scatter alike.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ class ShardedAdamW(torch.optim.AdamW):
     Args:
         params: as for AdamW, in one order on all ranks. Rank 0's values are copied to the others, as
             DistributedDataParallel does.
-        mesh: of one dimension, such as `mesh["dp_shard"]`. It must hold all ranks whose gradients are summed:
+        mesh: of one dimension, such as `mesh["dp_shard"]`. It must contain all ranks over which gradients are summed:
             flatten several dimensions into one.
         average: divide the summed gradients by the number of ranks, as DistributedDataParallel does. False for a loss
             that is divided by the number of all ranks' tokens already.
         max_grad_norm: clip the summed gradient to this norm. None does not clip. After `pipeline_parallel` the norm is
-            that of all stages. `torch.nn.utils.clip_grad_norm_` would see this rank's gradients only.
+            taken over all stages. `torch.nn.utils.clip_grad_norm_` would see this rank's gradients only.
         adamw: AdamW's keywords: lr, betas, eps, weight_decay, foreach, fused, maximize, capturable.
 
     Attributes:
-        grad_norm: fp32 [], of the last step's summed gradient before it was clipped. None without `max_grad_norm`.
+        grad_norm: fp32 [], the norm of the last step's summed gradient before clipping. None without `max_grad_norm`.
 
     Raises:
-        ValueError: the mesh has several dimensions, a parameter needs no gradient or is on another kind of device,
-            ranks have other parameters or numbers, or an option is not supported. In the first step: ranks have
-            gradients of other parameters, or other numbers by then. Where one rank raises, all do.
+        ValueError: the mesh has several dimensions, a parameter requires no gradient or is on another kind of device,
+            the ranks' parameters or options differ, or an option is not supported. In the first step: ranks have
+            gradients of different parameters, or their options differ by then. If one rank raises, all do.
         TypeError: a parameter is sharded already (FSDP2).
 
-    A parameter must have a gradient on all ranks or on none. One without is left alone, as AdamW does. The first step
-    compares the ranks; later ones do not, because that would make the host wait. So it is with `average`,
-    `max_grad_norm`, and AdamW's keywords of each group: the constructor, `add_param_group` and the first step after
-    them compare these. What a scheduler does to them afterwards, it must do on all ranks. After `pipeline_parallel` the
-    very first step compares `average` and `max_grad_norm` of all stages, each of which needs a ShardedAdamW then.
+    A parameter must have a gradient on all ranks or on none. A parameter without one is not updated, as in AdamW. The
+    first step compares the ranks; later steps do not, because that would make the host wait. The constructor,
+    `add_param_group` and the first step after them also compare `average`, `max_grad_norm`, and AdamW's keywords of
+    each group. A scheduler that changes these later must do so on all ranks. After `pipeline_parallel` every stage
+    needs a ShardedAdamW, and the very first step compares `average` and `max_grad_norm` over the stages.
 
     fp16's GradScaler is not supported: it judges each rank's gradients alone.
     """
@@ -93,25 +93,25 @@ class ShardedAdamW(torch.optim.AdamW):
         self._buckets: list[Bucket] = []
         self._shards: dict[Tensor, Tensor] = {}
         self._wholes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self._own: torch.optim.AdamW | None = None
-        self._stages: Any = None  # the group of ranks with the other stages of the model
+        self._adamw: torch.optim.AdamW | None = None  # over this rank's shards
+        self._stages: Any = None  # the process group over the model's stages
         self._compared = self._compared_stages = False
-        with comm.together(self._group):  # torch refuses a rank's list without parameters
+        with comm.together(self._group):  # torch raises where a rank's list is empty
             if max_grad_norm is not None and not max_grad_norm > 0:
                 raise ValueError(f"max_grad_norm must be positive or None, found {max_grad_norm!r}")
             if refused := [name for name in REFUSED if adamw.get(name)]:
                 raise ValueError(f"ShardedAdamW has no {refused[0]}")
             super().__init__(params, **adamw)
         self._shard(self.param_groups)
-        self._own = torch.optim.AdamW([self._mirror(group) for group in self.param_groups])
+        self._adamw = torch.optim.AdamW([self._mirror(group) for group in self.param_groups])
         self._begin_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As AdamW's. Collective; the new parameters get buffers of their own.
+        """Collective: as AdamW's. The new parameters get buckets of their own.
 
-        Where one rank lacks memory for them, all raise, and the optimizer is as it was.
+        If one rank lacks memory for them, all raise, and the optimizer is as before.
         """
-        if self._own is None:  # in __init__
+        if self._adamw is None:  # in __init__
             super().add_param_group(param_group)
             return
         count = len(self.param_groups)
@@ -122,13 +122,13 @@ class ShardedAdamW(torch.optim.AdamW):
         except BaseException:
             del self.param_groups[count:]
             raise
-        self._own.add_param_group(self._mirror(self.param_groups[-1]))
+        self._adamw.add_param_group(self._mirror(self.param_groups[-1]))
         self._begin_state()
 
     def _mirror(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The group over this rank's shards, with the same numbers."""
-        numbers = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        return {"params": [self._shards[p] for p in group["params"]], **numbers}
+        """The group over this rank's shards, with the same options."""
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        return {"params": [self._shards[p] for p in group["params"]], **options}
 
     def _shard(self, groups: Sequence[dict[str, Any]]) -> None:
         """Collective: check the parameters, lay them out in buckets, and take rank 0's values."""
@@ -153,12 +153,12 @@ class ShardedAdamW(torch.optim.AdamW):
         self._compared = False
 
     def _whole(self, kind: tuple[torch.dtype, torch.device], size: int) -> Tensor:
-        """The buffer that buckets of one kind share; a larger one for a later group is another."""
-        found = self._wholes.get(kind)
-        if found is None or len(found) < size:
+        """The buffer that buckets of one kind share. Larger buckets of a later group get a new one."""
+        whole = self._wholes.get(kind)
+        if whole is None or len(whole) < size:
             dtype, device = kind
-            found = self._wholes[kind] = torch.zeros(size, dtype=dtype, device=device)
-        return found
+            whole = self._wholes[kind] = torch.zeros(size, dtype=dtype, device=device)
+        return whole
 
     @torch.no_grad()
     def _add(self, bucket: Bucket) -> None:
@@ -169,45 +169,48 @@ class ShardedAdamW(torch.optim.AdamW):
         self._shards.update(zip(bucket.params, bucket.shards, strict=True))
 
     def _numbers(self, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """{name: value} of what all ranks must have alike, of the last groups; a tensor's value is its number."""
-        found = {"average": self._factor < 1, "max_grad_norm": _plain(self.max_grad_norm)}
+        """{name: value} of the options that must be equal on all ranks, for the last groups. Tensors become numbers."""
+        numbers = {"average": self._factor < 1, "max_grad_norm": _plain(self.max_grad_norm)}
         for index, group in enumerate(groups, len(self.param_groups) - len(groups)):
-            found |= {f"{name} of group {index}": _plain(group.get(name)) for name in self.defaults}
-        return found
+            numbers |= {
+                f"{name} of group {index}": _plain(group.get(name)) for name in self.defaults
+            }
+        return numbers
 
     def _check(self, params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
-        """Collective. All ranks raise where one does, and nothing has changed then."""
-        said = _objection(params, self._mesh.device_type)
+        """Collective: all ranks raise if one does, before anything is changed."""
+        objection = _objection(params, self._mesh.device_type)
         sizes = [len(group["params"]) for group in groups]
         forms = [(tuple(p.shape), str(p.dtype)) for p in params]
-        found = comm.agree(self._group, (said, (sizes, forms), self._numbers(groups)))
-        first = next(((rank, one[0]) for rank, one in enumerate(found) if one[0]), None)
-        if first is not None:
-            kind, text = first[1]
-            raise kind(f"rank {first[0]}: {text}")
-        differs = [rank for rank, one in enumerate(found) if one[1] != found[0][1]]
+        every = comm.agree(self._group, (objection, (sizes, forms), self._numbers(groups)))
+        objections, shapes, numbers = zip(*every, strict=True)
+        for rank, refused in enumerate(objections):
+            if refused is not None:
+                kind, text = refused
+                raise kind(f"rank {rank}: {text}")
+        differs = [rank for rank, other in enumerate(shapes) if other != shapes[0]]
         if differs:
             raise ValueError(
                 f"params must be the same on all ranks: shapes, dtypes or groups of rank {differs[0]} are not rank 0's"
             )
-        _check_numbers([numbers for _, _, numbers in found])
+        _check_numbers(numbers)
 
     def _begin_state(self) -> None:
-        """Zero moments in the buckets' parts for shards without a state."""
-        assert self._own is not None
+        """Give shards without a state a step of 0 and moments of zeros."""
+        assert self._adamw is not None
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for bucket in self._buckets:
-            for p, shard, piece in bucket.each():
-                if not self._own.state[shard]:
+            for p, shard, piece in bucket.pieces():
+                if not self._adamw.state[shard]:
                     moments = {name: piece.of(whole) for name, whole in bucket.moments.items()}
-                    self._own.state[shard] = {"step": _new_step(p, groups[p]), **moments}
+                    self._adamw.state[shard] = {"step": _new_step(p, groups[p]), **moments}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: sum the gradients over the ranks, and update the parameters on all of them.
 
         Raises:
-            ValueError: in the first step, ranks have gradients of other parameters, or other numbers.
+            ValueError: in the first step, ranks have gradients of different parameters, or their options differ.
         """
         loss = None
         if closure is not None:
@@ -229,18 +232,18 @@ class ShardedAdamW(torch.optim.AdamW):
 
     def _update(self, buckets: Sequence[Bucket]) -> None:
         """AdamW on this rank's part."""
-        assert self._own is not None
-        for own, group in zip(self._own.param_groups, self.param_groups, strict=True):
-            own.update(self._mirror(group))
+        assert self._adamw is not None
+        for mirror, group in zip(self._adamw.param_groups, self.param_groups, strict=True):
+            mirror.update(self._mirror(group))
         for bucket in buckets:
             bucket.take()
-        self._own.step()
-        self._own.zero_grad()  # a bucket without gradients in the next step has none
+        self._adamw.step()
+        self._adamw.zero_grad()  # the next step may leave out this bucket
 
     def _clip(self, buckets: Sequence[Bucket], most: float) -> None:
-        """As torch.nn.utils.clip_grad_norm_, of all ranks' parts."""
+        """As torch.nn.utils.clip_grad_norm_, over the parts of all ranks."""
         norms = [torch.linalg.vector_norm(b.grad, dtype=torch.float32) for b in buckets]
-        device = self._buckets[0].own.device
+        device = self._buckets[0].param.device
         squares = [norm.to(device).square() for norm in norms]
         total = torch.stack(squares).sum() if squares else torch.zeros((), device=device)
         comm.all_reduce(self._group, total)
@@ -252,9 +255,9 @@ class ShardedAdamW(torch.optim.AdamW):
             bucket.grad.mul_(factor.to(bucket.grad.device))
 
     def _compare_stages(self) -> None:
-        """Collective, in the very first step: `_compare`, and whether all stages clip, and by one norm.
+        """Collective, in the very first step: `_compare`, and check that all stages average and clip alike.
 
-        Groups of parameters are each stage's own.
+        Parameter groups are not compared over stages.
         """
         with comm.together(self._stages):
             self._compare()
@@ -262,7 +265,7 @@ class ShardedAdamW(torch.optim.AdamW):
         self._compared_stages = True
 
     def _compare(self) -> None:
-        """Collective, in the first step: whether ranks have the same numbers, and gradients of the same parameters."""
+        """Collective, in the first step: check that ranks have equal options, and gradients of the same parameters."""
         params = list(self._params())
         mine = [p.grad is not None for p in params], self._numbers(self.param_groups)
         every, numbers = zip(*comm.agree(self._group, mine), strict=True)
@@ -278,51 +281,53 @@ class ShardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Collective: as torch.optim.AdamW's on one rank, with whole moments, on the CPU.
+        """Collective: the state_dict that torch.optim.AdamW has on one rank, with whole moments, on the CPU.
 
-        It loads into torch.optim.AdamW, and here on any number of ranks.
+        It loads into torch.optim.AdamW, and into ShardedAdamW on any number of ranks.
         """
-        found = super().state_dict()
-        assert self._own is not None
+        state_dict = super().state_dict()
+        assert self._adamw is not None
         numbers = {p: index for index, p in enumerate(self._params())}
         for bucket in self._buckets:
-            steps = [self._own.state[shard]["step"] for shard in bucket.shards]
+            steps = [self._adamw.state[shard]["step"] for shard in bucket.shards]
             states: list[dict[str, Tensor]] = [
                 {"step": step.cpu().clone()} if float(step) else {} for step in steps
             ]
             for name, moment in bucket.moments.items():
                 comm.all_gather(self._group, bucket.whole, moment)
                 for p, state, view in zip(bucket.params, states, bucket.views(), strict=True):
-                    if state:  # with the parameter's strides: torch's fused kernel on CPUs trusts that they agree
+                    if state:  # with the parameter's strides, as torch's fused kernel on CPUs does not check them
                         state[name] = torch.empty_like(p, device="cpu", requires_grad=False)
                         state[name].copy_(view)
             named = zip(bucket.params, states, strict=True)
-            found["state"].update({numbers[p]: state for p, state in named if state})
-        found["state"] = dict(sorted(found["state"].items()))
-        return found
+            state_dict["state"].update({numbers[p]: state for p, state in named if state})
+        state_dict["state"] = dict(sorted(state_dict["state"].items()))
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the numbers of the groups, and this rank's part of the moments.
+        """Load the options of the groups, and this rank's part of the moments.
 
         Args:
             state_dict: from `state_dict` of this class or of torch.optim.AdamW, whole on every rank.
 
         Raises:
-            ValueError: groups or shapes differ, or a state is not AdamW's. The optimizer is then as it was.
+            ValueError: groups or shapes differ, or a state is not AdamW's. The optimizer is not changed then.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
-        found = map(state_dict["state"].get, saved)
-        states = dict(zip(self._params(), found, strict=False))  # torch refuses other lengths below
+        loaded = map(state_dict["state"].get, saved)
+        states = dict(
+            zip(self._params(), loaded, strict=False)
+        )  # torch refuses other lengths below
         for index, (p, state) in enumerate(states.items()):
             _check_state(index, p, state)
         super().load_state_dict({**state_dict, "state": {}})
-        self._compared = False  # each rank read a file of its own
-        assert self._own is not None
+        self._compared = False  # each rank may have read another file
+        assert self._adamw is not None
         groups = {p: group for group in self.param_groups for p in group["params"]}
         for bucket in self._buckets:
-            for p, shard, piece in bucket.each():
-                held, state = self._own.state[shard], states[p]
+            for p, shard, piece in bucket.pieces():
+                held, state = self._adamw.state[shard], states[p]
                 held["step"] = _new_step(p, groups[p])
                 for name in MOMENTS:
                     held[name].zero_()
@@ -335,13 +340,13 @@ class ShardedAdamW(torch.optim.AdamW):
         return (p for group in self.param_groups for p in group["params"])
 
     def __str__(self) -> str:
-        own = sum(_bytes(b.own) for b in self._buckets)
+        part = sum(_bytes(b.param) for b in self._buckets)
         whole = sum(map(_bytes, self._params()))
         buffers = sum(map(_bytes, self._wholes.values()))
         return (
             f"ShardedAdamW over {self._ranks} ranks: {sum(1 for _ in self._params())} parameters in "
-            f"{len(self._buckets)} buckets; a rank keeps {_size(2 * own)} of {_size(2 * whole)} of moments, "
-            f"{_size(2 * own)} of gradients and parameters of its part, and {_size(buffers)} of buffer"
+            f"{len(self._buckets)} buckets; a rank keeps {_size(2 * part)} of {_size(2 * whole)} of moments, "
+            f"{_size(2 * part)} of gradients and parameters of its part, and {_size(buffers)} of buffer"
         )
 
 
@@ -355,7 +360,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _new_step(p: Tensor, group: dict[str, Any]) -> Tensor:
-    """A count of steps, fp32 [], where AdamW wants it."""
+    """A step count of 0, fp32 [], on the device on which AdamW keeps it."""
     on_device = group["capturable"] or group["fused"]
     return torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
 
@@ -363,37 +368,38 @@ def _new_step(p: Tensor, group: dict[str, Any]) -> Tensor:
 def _objection(params: Sequence[Tensor], device_type: str) -> tuple[type[Exception], str] | None:
     """Why these parameters cannot be sharded, as an exception's type and text."""
     for index, p in enumerate(params):
-        what = f"parameter {index} {tuple(p.shape)}"
+        name = f"parameter {index} {tuple(p.shape)}"
         if is_sharded(p):
-            text = "is sharded already (FSDP2): torch.optim.AdamW takes its parts"
-            return TypeError, f"{what} {text}"
+            text = "is sharded already (FSDP2): use torch.optim.AdamW"
+            return TypeError, f"{name} {text}"
         if is_of_part(p):
-            text = "is of a layer that parallelize split, whose norm other ranks have, too: that is not there yet"
-            return ValueError, f"{what} {text}"
+            text = "is of a layer that parallelize split, which ShardedAdamW does not support yet"
+            return ValueError, f"{name} {text}"
         if not p.requires_grad:
             text = "requires no gradient: pass [p for p in model.parameters() if p.requires_grad]"
-            return ValueError, f"{what} {text}"
+            return ValueError, f"{name} {text}"
         if not p.is_floating_point():
-            return ValueError, f"{what} must have a floating dtype, found {p.dtype}"
+            return ValueError, f"{name} must have a floating dtype, found {p.dtype}"
         if p.device.type != device_type:
-            return ValueError, f"{what} is on {p.device}, but the mesh is of {device_type}"
+            return ValueError, f"{name} is on {p.device}, but the mesh is of {device_type}"
     return None
 
 
 def _plain(value: Any) -> Any:
-    """An option as plain numbers."""
+    """An option with Python numbers for tensors."""
     if isinstance(value, (tuple, list)):
-        return [_plain(each) for each in value]
+        return [_plain(x) for x in value]
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _check_numbers(found: Sequence[dict[str, Any]], whose: str = "") -> None:
-    """ValueError, which names the first difference, unless all ranks have the same numbers. `whose` ranks they are."""
-    for rank, other in enumerate(found):
+def _check_numbers(numbers: Sequence[dict[str, Any]], of_group: str = "") -> None:
+    """Raise ValueError, which names the first difference, unless all ranks `of_group` have the same `numbers`."""
+    first = numbers[0]
+    for rank, other in enumerate(numbers):
         for name, value in other.items():
-            if value != found[0][name]:
+            if value != first[name]:
                 raise ValueError(
-                    f"{name} must be the same on all ranks{whose}, found {found[0][name]!r} on rank 0 and {value!r} on "
+                    f"{name} must be the same on all ranks{of_group}, found {first[name]!r} on rank 0 and {value!r} on "
                     f"rank {rank}"
                 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that work together: their groups, what they send each other, and whether they hold the same."""
+"""Ranks of a process group: collectives, exchanges of rows, shards of weights, and checks that models are equal."""
 
 from lorakernels.lazy import offer_submodules
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks have the same model: what of it they compare, and the error that names what differs."""
+"""Checks that all ranks have the same model. A fingerprint is {name for error messages: value to compare}."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:
-    """The random states from which masks draw, by what they are called in a message; none without dropout."""
+    """{name for error messages: state} of the generators that draw dropout masks; empty without dropout."""
     layers = [m for m in model.modules() if isinstance(m, LoRALinear) and m.lora_dropout > 0]
     if not layers:
         return {}
-    found = {"torch's CPU generator, from which masks draw,": torch.get_rng_state().tolist()}
+    states = {"torch's CPU generator, from which masks draw,": torch.get_rng_state().tolist()}
     if device.type == "cuda" and any(layer.rng_state is None for layer in layers):
         state = torch.cuda.get_rng_state(device).tolist()
-        found["torch's CUDA generator, from which masks draw,"] = state
-    return found
+        states["torch's CUDA generator, from which masks draw,"] = state
+    return states
 
 
 def scales(model: nn.Module) -> dict[str, Any]:
-    """A digest of the scales and amax histories of each FP8State, by what they are called in a message.
+    """{name for error messages: digest} of the scales and amax histories of each FP8State.
 
-    Amaxes of the current iteration are left out: they are each rank's own until the next update.
+    Amaxes of the current iteration are left out: they may differ between ranks until the next update.
     """
     states = {id(s): s for m in model.modules() if (s := getattr(m, "fp8_state", None))}
-    found = {}
+    digests = {}
     for number, state in enumerate(states.values()):
-        digest = 0  # of "meta", where no amax was seen
+        digest = 0  # of a state on "meta", which has seen no amax
         if not state.forward.is_meta:
             bits = torch.stack((state.forward[1:], state.backward[1:])).view(torch.int32).flatten()
-            # weights, so that values in other places have another sum
+            # the weights make the sum depend on the order
             weights = torch.arange(1, len(bits) + 1, device=bits.device)
             digest = int((bits * weights).sum())
-        what = f"scales and amax histories of FP8State {number}, as its state_dict has them,"
-        found[what] = state.names, state.recipe, digest
-    return found
+        name = f"scales and amax histories of FP8State {number}, as its state_dict has them,"
+        digests[name] = state.names, state.recipe, digest
+    return digests
 
 
-def check_equal(found: list[dict[str, Any]]) -> None:
-    """ValueError, which names the first difference, unless all ranks' fingerprints are equal."""
-    first = found[0]
-    for rank, other in enumerate(found):
+def check_equal(fingerprints: list[dict[str, Any]]) -> None:
+    """Raise ValueError, which names the first difference, unless the fingerprints of all ranks are equal."""
+    first = fingerprints[0]
+    for rank, other in enumerate(fingerprints):
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise ValueError(

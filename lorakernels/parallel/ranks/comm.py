@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only file of the package that names torch's collectives: how ranks agree, and how a block's parts come together.
+"""All calls of torch's collectives: ranks compare values, and gather the parts of a block by one of three transports.
 
-    "peer"  each rank copies the others' parts out of their memory: copy engines do it, and no rank waits for another.
-            Each has a GPU, unless torch's TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1, which is meant for tests
-    "nccl"  all-gather by NCCL's kernels, which take multiprocessors from the GEMMs beside them
+    "peer"  copy engines copy the other ranks' parts out of those GPUs' memory, and no rank waits for another. Each
+            rank has a GPU of its own, unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 (torch's variable for tests)
+    "nccl"  all-gather by NCCL's kernels, which take multiprocessors from the GEMMs that run at the same time
     "gloo"  all-gather between CPUs
 
-What split layers send each other between GPUs that read each other's memory is in exchange.py.
+exchange.py has the exchanges of split layers between GPUs that read each other's memory.
 
-With "nccl" and "gloo" all ranks must use the layers in one order. With "peer" they need not: shards never change.
+With "nccl" and "gloo" all ranks must use the layers in one order. With "peer" they need not, as shards never change.
 """
 
 from __future__ import annotations
@@ -30,78 +30,81 @@ from torch import Tensor
 
 from lorakernels.parallel.ranks.shards import Shards
 
-# torch 2.13 gives it another name
+# torch 2.13 renames these two
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-# after which a gather gives up: another rank ended or hangs
+# timeout of a gather: by then another rank has ended or hangs
 GATHER = timedelta(seconds=60)
-# the same for ranks that wait for each other's work, such as reading files
+# timeout of ranks that wait for each other's work, such as reading files
 WORK = timedelta(hours=2)
 TRANSPORTS = ("auto", "peer", "nccl", "gloo")
-# of each group that was used here: the groups made of it, by backend and timeout
+# {process group: the groups that were made over its ranks, by backend and timeout}
 _GROUPS: WeakKeyDictionary[Any, dict[tuple[str, timedelta], Any]] = WeakKeyDictionary()
 
 
 class Transport(Protocol):
-    """Brings the parts of a block together. `name` is one of TRANSPORTS, or "host" for parts in pinned memory."""
+    """Gathers the parts of a block. `name` is one of TRANSPORTS, or "host" for parts in pinned memory."""
 
     name: str
 
     def allocate(self, size: int) -> Tensor:
-        """uint8 [size] for a rank's Shards. `size` is the same on every rank."""
+        """uint8 [size] for a rank's Shards. All ranks pass the same `size`."""
 
     def publish(self, shards: Shards) -> None:
-        """Collective: the shards are written, on every rank, and will never be written again."""
+        """Collective, once every rank has written its shards. They are never written again."""
 
     def gather(self, layer: int, out: Tensor) -> Any:
-        """Fill `out`, uint8 [block.size], on the current stream. On a CPU, returns what to wait for."""
+        """Fill `out`, uint8 [block.size], on the current stream. On a CPU, returns an object with `wait()`."""
 
     def close(self) -> None:
-        """Collective: no rank gathers any more."""
+        """Collective: end all gathers."""
 
 
 def agree(group: Any, mine: Any) -> list[Any]:
-    """Collective: `mine` of every rank of `group`, by rank. None is a group of one."""
+    """Collective: the `mine` of all ranks of `group`, in rank order. None stands for a group of one."""
     if group is None:
         return [mine]
     _GROUPS.setdefault(group, {})
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+    every: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
 
 
 def patient(group: Any) -> Any:
-    """Collective: a group of gloo's over the ranks of `group`, for waits of up to WORK.
+    """Collective: a gloo group over the ranks of `group`, for waits of up to WORK.
 
-    It notices at once that a process has ended.
+    Its collectives fail at once if a process has ended.
     """
     return _new_group(group, "gloo", WORK)
 
 
 def on_host(group: Any, device: torch.device) -> Any:
-    """Collective at its first call: `group`, or one of gloo's with its timeout. It waits for no `device`."""
+    """A group that does not wait for `device`: `group`, or a gloo group with its ranks and timeout.
+
+    Collective when it is first called.
+    """
     if dist.get_backend(group) == "gloo":
         return group
     return _new_group(group, "gloo", timeout_of(group, device))
 
 
 def alike(group: Any, count: int, mine: tuple[int, ...] | None) -> bool:
-    """Collective over a group of gloo's: whether all ranks have the same `count` integers. None differs from all."""
-    found = torch.zeros(1 + 2 * count, dtype=torch.int64)
+    """Collective over a gloo group: whether all ranks have the same `count` integers. None differs from everything."""
+    extremes = torch.zeros(1 + 2 * count, dtype=torch.int64)
     if mine is None or len(mine) != count:
-        found[0] = 1
+        extremes[0] = 1
     else:
-        own = torch.tensor(mine)
-        found[1:] = torch.cat((own, -own))
-    maximum(group, found)
-    different, *most = found.tolist()
+        integers = torch.tensor(mine)
+        extremes[1:] = torch.cat((integers, -integers))
+    maximum(group, extremes)
+    different, *most = extremes.tolist()
     return not different and most[:count] == [-x for x in most[count:]]
 
 
 def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
-    """Collective: another group over the ranks of `group`, one for each use. It lives until all groups are destroyed.
+    """Collective: another group over the ranks of `group`, one per backend and timeout. It lives as long as all groups.
 
-    torch names such a group by how many there are. If one were destroyed, a later one would have the name of a third.
+    torch names such a group by the number of groups. If one were destroyed, a later one could get a used name.
     """
     ranks = dist.get_process_group_ranks(group)
     if backend == "nccl" and len(ranks) < dist.get_world_size() and _is_split():
@@ -115,19 +118,19 @@ def _new_group(group: Any, backend: str, timeout: timedelta) -> Any:
 
 @atexit.register
 def _end_groups() -> None:
-    """End groups that only cycles keep, such as that of a model and its ContextParallel, while Python still runs.
+    """End groups that only reference cycles keep alive, such as a model and its ContextParallel, before Python ends.
 
-    `destroy_process_group` does not end a group's threads of gloo's: they live as long as the group. One that releases
-    a work's tensors while Python is being finalized aborts the process, since torch asks for the GIL in a destructor
-    (https://github.com/pytorch/pytorch/issues/190489). torch.distributed.nn's functions keep the world that there is
-    when that module is first imported, as the default of an argument.
+    gloo's threads live as long as their group, also after `destroy_process_group`. A thread that releases tensors while
+    Python is being finalized aborts the process, since torch takes the GIL in a destructor
+    (https://github.com/pytorch/pytorch/issues/190489). torch.distributed.nn must be imported before any group is made:
+    its functions keep the world group of that moment as the default of an argument.
     """
     if len(_GROUPS):
         gc.collect()
 
 
 def _is_split() -> bool:
-    """Whether torch would split the world's communicator for a new group, which takes the other ranks as well."""
+    """Whether torch makes a new group by splitting the world's communicator, for which all ranks must call it."""
     world = dist.group.WORLD
     return world is not None and world.bound_device_id is not None
 
@@ -137,19 +140,19 @@ def together(group: Any) -> Iterator[None]:
     """Collective at its end: an exception inside, on one rank, is raised on all.
 
     Raises:
-        ValueError: another rank raised. The message names that rank and says what it said.
+        ValueError: another rank raised. The message names that rank and has its message.
     """
     error: Exception | None = None
     try:
         yield
-    except Told:
+    except OtherRankError:
         raise
-    except Exception as found:  # any: the other ranks wait below
-        error = found
-    said = agree(group, None if error is None else str(error) or type(error).__name__)
+    except Exception as raised:  # any: the other ranks wait below
+        error = raised
+    messages = agree(group, None if error is None else str(error) or type(error).__name__)
     if error is not None:
         raise error
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(messages):
         if text is not None:
             raise ValueError(f"rank {rank}: {text}")
 
@@ -158,8 +161,8 @@ def together(group: Any) -> Iterator[None]:
 def all_together(groups: Iterable[Any]) -> Iterator[None]:
     """Collective at its end, over each of `groups` in turn: an exception inside, on one rank, is raised on all.
 
-    The groups are dimensions of one mesh, so that what all hear in one of them is told in the next. None is a group of
-    one. Errors are those of `together`.
+    The groups are dimensions of one mesh, so that an error that is raised in one of them is passed on in the next. None
+    stands for a group of one. It raises as `together` does.
     """
     with ExitStack() as stack:
         for group in reversed([*groups]):
@@ -167,21 +170,21 @@ def all_together(groups: Iterable[Any]) -> Iterator[None]:
         yield
 
 
-class Told(ValueError):
-    """What another rank raised inside `together`, heard by `ask`: all know it already."""
+class OtherRankError(ValueError):
+    """Another rank raised inside `together` while this one was in `ask`. All ranks have its message already."""
 
 
 def ask(group: Any, mine: Any) -> list[Any]:
-    """Collective inside `together(group)`: `mine` of every rank, by rank.
+    """Collective inside `together(group)`: the `mine` of all ranks, in rank order.
 
     Raises:
-        Told: another rank has raised meanwhile. It waits for no answer.
+        OtherRankError: another rank has raised meanwhile, and no longer takes part.
     """
-    found = agree(group, (mine,))
-    for rank, other in enumerate(found):
-        if not isinstance(other, tuple):  # what `together` says
-            raise Told(f"rank {rank}: {other}")
-    return [other for (other,) in found]
+    every = agree(group, (mine,))
+    for rank, other in enumerate(every):
+        if not isinstance(other, tuple):  # a message that `together` sent
+            raise OtherRankError(f"rank {rank}: {other}")
+    return [other for (other,) in every]
 
 
 def reduce_scatter(group: Any, out: Tensor, whole: Tensor) -> None:
@@ -190,7 +193,7 @@ def reduce_scatter(group: Any, out: Tensor, whole: Tensor) -> None:
 
 
 def all_gather(group: Any, out: Tensor, part: Tensor) -> None:
-    """Collective: `out` [ranks · n] becomes every rank's `part` [n], by rank."""
+    """Collective: `out` [ranks · n] becomes the `part` [n] of all ranks, in rank order."""
     _all_gather(out, part, group=group)
 
 
@@ -200,7 +203,7 @@ def all_reduce(group: Any, x: Tensor) -> None:
 
 
 def from_first(group: Any, x: Tensor) -> None:
-    """Collective: `x` becomes that of the group's first rank."""
+    """Collective: `x` becomes the `x` of the group's first rank."""
     dist.broadcast(x, group=group, src=dist.get_global_rank(group, 0))
 
 
@@ -221,7 +224,7 @@ class Collective:
         return self.join(self._shards.part(layer), out)
 
     def join(self, part: Tensor, out: Tensor) -> Any:
-        """Collective: `out` becomes every rank's `part`, by rank. `part` may lie where it belongs in `out`."""
+        """Collective: `out` becomes the `part` of all ranks, in rank order. `part` may be its own slice of `out`."""
         on_cpu = out.device.type == "cpu"
         return _all_gather(out, part, group=self._group, async_op=on_cpu)
 
@@ -230,10 +233,10 @@ class Collective:
 
 
 def peer_memory(size: int, device: torch.device) -> Tensor:
-    """uint8 [size] of 0 that other ranks can map. The host waits for the device.
+    """Zeroed uint8 [size] that other ranks can map. The host waits for the device.
 
-    torch 2.11 has it zeroed on the default stream, with the signals of its barriers, and waits for nothing. A rank
-    whose device has more to do would then wipe out the others' first signals, and all would wait for ever.
+    torch 2.11 zeroes this memory, and the signals of its barriers, on the default stream without waiting. On a busy
+    device that would erase the first signals of other ranks, and all ranks would wait for ever.
     """
     import torch.distributed._symmetric_memory as symmetric
 
@@ -246,7 +249,7 @@ class Peer:
     """Copies out of the other ranks' memory, which torch's symmetric memory maps into this process.
 
     Only plain addresses are used: no multicast, no signals. Ranks r+1, r+2, … are read in this order, so that not all
-    ranks read one rank's memory at the same time. Of a block that is read in place only the others' parts are copied.
+    ranks read one rank's memory at the same time. If a block is read in place, only the other ranks' parts are copied.
     """
 
     name = "peer"
@@ -268,18 +271,18 @@ class Peer:
             import torch.distributed._symmetric_memory as symmetric
 
             handle = self._handle = symmetric.rendezvous(memory, self._group.group_name)
-            for rank in ((shards.rank + turn) % n for turn in range(1, n)):
-                there = handle.get_buffer(rank, memory.shape, memory.dtype)
-                self._peers.append((rank, there))
+            for rank in ((shards.rank + step) % n for step in range(1, n)):
+                peer = handle.get_buffer(rank, memory.shape, memory.dtype)
+                self._peers.append((rank, peer))
         self._peers.append((shards.rank, memory))
         self._settle()
 
     def gather(self, layer: int, out: Tensor) -> None:
         shards, block = self._shards, self._shards.blocks[layer]
-        for rank, there in self._peers:
+        for rank, memory in self._peers:
             if not (block.in_place and rank == shards.rank):
                 part = out[block.bounds[rank] : block.bounds[rank + 1]]
-                part.copy_(there[shards.span(layer, rank)], non_blocking=True)
+                part.copy_(memory[shards.span(layer, rank)], non_blocking=True)
 
     def close(self) -> None:
         self._settle()
@@ -292,7 +295,7 @@ class Peer:
 
 
 def choose(transport: str, group: Any, device: torch.device) -> tuple[str, str]:
-    """Collective: (the transport to use, why in words).
+    """Collective: (name of the transport to use, the reason for messages).
 
     Raises:
         ValueError: `transport` is not one of TRANSPORTS, or does not fit `device`.
@@ -307,8 +310,8 @@ def choose(transport: str, group: Any, device: torch.device) -> tuple[str, str]:
     if transport == "gloo":
         raise ValueError(f"transport 'gloo' needs a CPU, found a model on {device}")
     if transport == "nccl":
-        return "nccl", "asked for"
-    objections = list(_no_peers(agree(group, _place(device)), device))
+        return "nccl", "set by transport='nccl'"
+    objections = list(_objections_to_peer(agree(group, _host_and_gpu(device)), device))
     every = agree(group, objections)
     first = next(((rank, o[0]) for rank, o in enumerate(every) if o), None)
     if first is None:
@@ -324,33 +327,31 @@ def make(name: str, group: Any, device: torch.device) -> Transport:
     return Peer(group, device) if name == "peer" else Collective(name, group, device)
 
 
-def _place(device: torch.device) -> tuple[str, int]:
+def _host_and_gpu(device: torch.device) -> tuple[str, int]:
     return socket.gethostname(), device.index or 0
 
 
-def _no_peers(places: list[tuple[str, int]], device: torch.device) -> Iterator[str]:
-    """Why this rank cannot read the memory of the ranks at `places`."""
-    host, own = _place(device)
-    here = [index for name, index in places if name == host]
+def _objections_to_peer(gpus: list[tuple[str, int]], device: torch.device) -> Iterator[str]:
+    """Why this rank cannot read the memory of all ranks' GPUs. `gpus`: (host, index of its GPU) of every rank."""
+    host, gpu = _host_and_gpu(device)
+    here = [index for name, index in gpus if name == host]
     shared = len({*here}) < len(here)
-    if len(here) < len(places) or (
-        shared and not _is_on("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
-    ):
+    if len(here) < len(gpus) or (shared and not _is_on("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")):
         yield "not all ranks are on one host, with a GPU each"
         return
-    if len(places) > 1 and _would_multicast(device):
+    if len(gpus) > 1 and _would_multicast(device):
         yield (
             "torch would set up NVLink multicast, which is not used here: set TORCH_SYMM_MEM_DISABLE_MULTICAST=1"
         )
-    for index in sorted({*here} - {own}):
+    for index in sorted({*here} - {gpu}):
         if index >= torch.cuda.device_count():
             yield f"GPU {index} is not visible to it"
-        elif not torch.cuda.can_device_access_peer(own, index):
-            yield f"GPU {own} cannot access GPU {index}"
+        elif not torch.cuda.can_device_access_peer(gpu, index):
+            yield f"GPU {gpu} cannot access GPU {index}"
 
 
 def _is_on(variable: str) -> bool:
-    """Whether torch takes that environment variable of its symmetric memory for true."""
+    """Whether torch's symmetric memory reads this environment variable as true."""
     return os.environ.get(variable, "").lower() in ("1", "true", "on", "y")
 
 
@@ -365,7 +366,7 @@ def _would_multicast(device: torch.device) -> bool:
 
 
 def gather_rows(group: Any, part: Tensor) -> Tensor:
-    """Collective: [ranks · M, N], every rank's `part` [M, N] of any dtype below each other, by rank."""
+    """Collective: the `part` [M, N] of all ranks, of any dtype, as [ranks · M, N] in rank order."""
     part = part.contiguous()
     whole = part.new_empty((part.shape[0] * dist.get_world_size(group), *part.shape[1:]))
     _all_gather(whole, part, group=group)
@@ -381,12 +382,12 @@ def sum_rows(group: Any, whole: Tensor) -> Tensor:
 
 
 def timeout_of(group: Any, device: torch.device) -> timedelta:
-    """After which the collectives of `group` give up."""
+    """The timeout of the collectives of `group`."""
     options = getattr(group._get_backend(device), "options", None)
-    found: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
-    return found
+    timeout: timedelta = getattr(options, "_timeout", timedelta(minutes=10))
+    return timeout
 
 
 def maximum(group: Any, x: Tensor) -> None:
-    """Collective: `x` becomes its elements' largest values over the ranks. A backend may lose NaN."""
+    """Collective: each element of `x` becomes its maximum over the ranks. A backend may lose NaN."""
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)

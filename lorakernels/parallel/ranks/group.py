@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that hold one layer together."""
+"""One rank's view of its process group."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lorakernels.parallel.ranks.rows import RowExchange
 
 @dataclass(eq=False)
 class Ranks:
-    """A tensor-parallel group, as one rank sees it.
+    """A process group, as one rank sees it.
 
     Attributes:
         group: torch's process group.
-        rank, size: this rank's place in it, and how many there are.
-        sequence: whether what lies between split layers is split by rows (sequence parallelism).
-        rows: how they exchange rows then.
+        rank, size: this rank's index in the group, and the number of ranks.
+        sequence: whether activations between split layers are split by rows (sequence parallelism).
+        rows: how the ranks exchange rows.
     """
 
     group: Any
@@ -36,11 +36,11 @@ class Ranks:
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise RuntimeError(
             "a model that ranks hold together (parallelize, pipeline_parallel) cannot be copied or pickled, as its "
-            "process group cannot: split a copy that was made before; or make the model anew, split it, and "
-            "load_adapter what save_adapter has written"
+            "process group cannot: copy the model before it is split; or make the model again, split it, and "
+            "load_adapter the files of save_adapter"
         )
 
     def share(self, total: int) -> slice:
-        """This rank's part of `total`, which the size divides."""
-        own = total // self.size
-        return slice(self.rank * own, (self.rank + 1) * own)
+        """This rank's part of `total` rows or columns. `size` must divide `total`."""
+        part = total // self.size
+        return slice(self.rank * part, (self.rank + 1) * part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What layers ask of ranks that have rows of their own: to gather rows and to sum them, apart or beside a product."""
+"""Protocols of row exchanges: ranks gather and sum rows, before or after a GEMM, or overlapped with it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class Branch(NamedTuple):
-    """What is added to this rank's own rows of a sum, by the rank that has them.
+    """The LoRA branch of a summed product. Each rank adds it to its own rows of the sum.
 
     Attributes:
-        factor: [ranks · M, R]. The product of the own rows is given its sum over the ranks.
-        partials: from this rank's rows of that sum, what is then summed over all rows, too.
+        factor: [ranks · M, R]. It is summed over the ranks, and the product of this rank's rows takes that sum.
+        partials: computes tensors from this rank's rows of the summed factor. They are summed over the ranks, too.
         form: shape and dtype of all `partials` in one tensor; None if there are none.
     """
 
@@ -25,7 +25,7 @@ class Branch(NamedTuple):
 
 
 class Beside(Protocol):
-    """Exchanges rows while a product of them is computed, in pieces of M rows. All of it is collective."""
+    """Exchanges rows while a GEMM over them runs in pieces of M rows. All methods are collective."""
 
     def gather(
         self,
@@ -33,9 +33,10 @@ class Beside(Protocol):
         parts: Sequence[Tensor],
         totals: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """As `RowExchange.gather` without its first result, which is there for `product` alone.
+        """As `RowExchange.gather`, but the first of `parts` is not returned: only `product` sees it gathered.
 
-        `product(rows, pieces)` is called for pieces of all rows, of which `pieces` has those of each of `parts`.
+        `product(rows, pieces)` is called for one slice of all rows after the other. `pieces` holds these rows of each
+        of `parts`.
         """
 
     def sum(
@@ -45,25 +46,25 @@ class Beside(Protocol):
         factor: Tensor | None = None,
         added: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `RowExchange.sum` of the `rows` that `product(rows of a rank)` returns."""
+        """As `RowExchange.sum` of [rows, N], of which `product(slice of one rank's rows)` computes a part."""
 
     def sum_with(
         self, product: Callable[[slice, Tensor | None], Tensor], rows: int, branch: Branch
     ) -> tuple[Tensor, list[Tensor]]:
         """(this rank's rows of the sum, `RowExchange.total` of the branch's partials).
 
-        `product(rows of a rank, None)` is called for the other ranks' rows, and last `product(own rows, factor)`, with
-        the own rows of the branch's factor, summed as by `RowExchange.sum`.
+        `product(rows, None)` is called for the rows of every other rank. The last call is `product(rows, factor)` for
+        this rank's rows, with their branch factor summed as by `RowExchange.sum`.
         """
 
 
 class RowExchange(Protocol):
-    """How the ranks of a group gather rows, and sum them. All of it is collective. `name` is one of TRANSPORTS."""
+    """How ranks gather and sum rows. All methods but `beside` are collective. `name` is one of TRANSPORTS."""
 
     name: str
 
     def gather(self, *parts: Tensor, totals: Sequence[Tensor] = ()) -> list[Tensor]:
-        """For each of `parts` [M, …] [ranks · M, …]: every rank's below each other, by rank. Then `total(*totals)`."""
+        """Each of `parts` [M, …] of all ranks as one tensor [ranks · M, …], in rank order. Then `total(*totals)`."""
 
     def sum(
         self, whole: Tensor, factor: Tensor | None = None, added: Tensor | None = None
@@ -82,15 +83,15 @@ class RowExchange(Protocol):
     def lay_down(
         self, shape: torch.Size, dtype: torch.dtype, write: Callable[[Tensor], None]
     ) -> list[Tensor] | None:
-        """What each rank has laid down for the others to read, by rank: contiguous, of `shape` and `dtype`.
+        """One buffer per rank, in rank order, which all ranks can read: contiguous, of `shape` and `dtype`.
 
-        `write` fills this rank's. What is returned has to be read before the next exchange. None, where ranks do not
-        read each other's memory: nothing is written then, nor exchanged.
+        `write` fills this rank's buffer. Read the buffers before the next exchange. Returns None where ranks do not
+        read each other's memory. Nothing is written or exchanged then.
         """
 
     def beside(self, gain: float, slower: Callable[[int], float]) -> Beside | None:
-        """How to exchange rows beside a product, where that gains so many seconds; None if before or after it.
+        """How to overlap an exchange with a GEMM, if that is faster; None to exchange before or after the GEMM.
 
-        `slower`: seconds that the product takes longer in pieces, on a GPU of so many multiprocessors. All ranks give
-        equal arguments, and decide alike.
+        `gain`: seconds that the overlap saves. `slower(multiprocessors)`: seconds that the GEMM loses by running in
+        pieces on such a GPU. All ranks pass equal arguments, and so decide alike.
         """

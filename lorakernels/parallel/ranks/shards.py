@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shards: the bytes of every block that one rank keeps, in one allocation. They are written while loading only."""
+"""Shards: one rank's part of every block, in one allocation. They are written only while the base is loaded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Shards:
     """Part `rank` of `ranks` parts of every block.
 
     Args:
-        blocks: of all layers.
-        rank, ranks: which part, of how many.
+        blocks: the blocks of all layers.
+        rank, ranks: the part's index, and the number of parts.
         memory: uint8 [Shards.bytes_of(blocks, ranks)], which this object writes.
     """
 
@@ -32,7 +32,7 @@ class Shards:
 
     @staticmethod
     def bytes_of(blocks: Sequence[Block], ranks: int) -> int:
-        """How much memory the parts of `blocks` take on the rank that has most."""
+        """Bytes that the parts of `blocks` take on the rank that holds most."""
         return max(sum(block.part(r) for block in blocks) for r in range(ranks))
 
     def span(self, layer: int, rank: int) -> slice:
@@ -44,7 +44,7 @@ class Shards:
         return self.memory[self.span(layer, self.rank)]
 
     def home(self, layer: int, entry: Entry) -> Tensor | None:
-        """uint8 [N · K]: where this rank's shard holds a whole weight that layers read in place, else None."""
+        """uint8 [N · K]: the memory of a weight that lies whole in this rank's shard and is read there; else None."""
         block = self.blocks[layer]
         start, end = block.bounds[self.rank : self.rank + 2]
         if not block.in_place or not start <= entry.offset < end:
@@ -56,11 +56,11 @@ class Shards:
 
         Args:
             layer: the block's index.
-            entry: one of the block's.
+            entry: an entry of that block.
             weight: contiguous, `entry.shape`, of 1-byte elements, on any device.
 
         Raises:
-            ValueError: the weight's shape or dtype is another.
+            ValueError: the weight's shape or dtype does not fit the entry.
         """
         if tuple(weight.shape) != entry.shape or weight.element_size() != 1:
             raise ValueError(
