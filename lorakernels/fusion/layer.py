@@ -26,7 +26,7 @@ from lorakernels.autograd.attention.choose import (
     choose_packed,
 )
 from lorakernels.autograd.decoder.layer import MLPCall, OutputCall, QKVCall
-from lorakernels.autograd.decoder.plan import mlp, norm_qkv, output
+from lorakernels.autograd.decoder.recorded import mlp, norm_qkv, output
 from lorakernels.autograd.decoder.rms_norm import rms_norm
 from lorakernels.fusion.call_checks import check_call, check_documents, check_window
 from lorakernels.fusion.parts import Parts

@@ -295,7 +295,7 @@ def _short(
 ) -> Callable[..., Any]:
     """An Autograd kernel that calls `fn` itself if the dispatcher would call only the device's kernel. Else `general`.
 
-    Calls from compiled code are of this kind. The dispatcher takes more of the host's time than `fn` by a plan.
+    Calls from compiled code are of this kind. The dispatcher takes more of the host's time than a recorded `fn`.
     """
     device_type = key.name.lower()
     ends_there: dict[int, bool] = {}

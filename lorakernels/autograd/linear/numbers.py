@@ -22,7 +22,7 @@ class Numbers:
         state: its FP8State; None over a plain base and under BlockScaling.
         own: the LoRASpec of the layer's own adapter in evaluation. A layer without one has scaling 1 and p 0.
         specs: {the arguments of `spec`: what it returned}.
-        made: {name of an op: what calls of it by a plan depend on} (autograd/compiled/call.py).
+        made: {name of an op: what its recorded calls depend on} (autograd/compiled/call.py).
     """
 
     def __init__(self, name: str, state: FP8State | None, own: LoRASpec, column: int = 0) -> None:

@@ -49,8 +49,8 @@ class Adapters(NamedTuple):
     stacked_B: Tensor | None = None
 
 
-class PlannedProjections(NamedTuple):
-    """What plans take of Projections (decoder/plan.py).
+class RecordedProjections(NamedTuple):
+    """What a recorded call takes of Projections (decoder/recorded.py).
 
     Attributes:
         kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
@@ -124,7 +124,7 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and how x and dy are quantized.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
-        planned: what plans take of it; None where there are none.
+        recorded: what a recorded call takes of it; None where there is no such call.
         over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
 
@@ -142,7 +142,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
-    planned: PlannedProjections | None = None
+    recorded: RecordedProjections | None = None
     over: OverRanks | None = None
 
     @classmethod

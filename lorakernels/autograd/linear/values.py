@@ -33,7 +33,7 @@ class LoRASpec:
         backward_dtype: FP8 dtype of dy.
         split_fprop, split_dgrad: whether the FP8 GEMM for y, or for dx, adds partial sums in fp32.
         blocks: the recipe of a base with a scale for each block, which decides `backward_dtype`; None over any other.
-        memo: where others keep what they know of this layer, each under a name of its own, such as `Known`.
+        memo: {name: `LastCalls` of this layer} (recorded.py).
     """
 
     scaling: float = 1.0

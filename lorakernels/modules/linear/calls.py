@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lorakernels.autograd import Adapter, Call, check_input, is_compiling, lora_linear, traced_slot
 from lorakernels.autograd.linear.adapter_rows import AdapterRows
-from lorakernels.autograd.linear.plan import found_linear, run_linear
+from lorakernels.autograd.linear.recorded import find_linear, run_linear
 from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
@@ -125,9 +125,9 @@ def _recorded(
     draws: bool,
     rng_state: PhiloxState | PhiloxStates | None,
 ) -> Tensor | None:
-    """The call by its plan, if that took such tensors before; else None, and nothing is changed.
+    """The call by its recording, if one like it came before; else None, and nothing is changed.
 
-    It asks nothing again that was asked at an equal call before.
+    It checks nothing again that was checked at the earlier call.
     """
     if layer.over is not None or torch.is_autocast_enabled():
         return None
@@ -142,13 +142,13 @@ def _recorded(
         None if state is None else state.forward,
         None if state is None else state.backward,
     )
-    plan = found_linear(x, tensors, spec, draws)
-    if plan is None:
+    match = find_linear(x, tensors, spec, draws)
+    if match is None:
         return None
     slot = draw_slot(rng_state, x.device) if draws else None
     if state is not None and attributes["training"]:
         state.on_training_forward(spec.column)
-    y = run_linear(plan, tensors, spec, slot)
+    y = run_linear(match, tensors, spec, slot)
     if y is not None:
         return y
     bias, _, _, *weight, state_x, state_dy = tensors

@@ -18,7 +18,7 @@ from lorakernels.autograd import check_input, is_compiling
 from lorakernels.autograd.compiled.magnitude import MagnitudeNode, ways_of
 from lorakernels.autograd.linear.lora_linear import lora_linear
 from lorakernels.autograd.linear.node import in_bytes
-from lorakernels.autograd.linear.plan import way_of
+from lorakernels.autograd.linear.recorded import way_of
 from lorakernels.autograd.linear.values import Adapter
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.calls import weight_and_call

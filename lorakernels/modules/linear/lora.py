@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo
 
 from lorakernels.autograd import Adapter, LoRASpec
 from lorakernels.autograd.linear.adapter_rows import CallRows
-from lorakernels.autograd.linear.plan import way_of
+from lorakernels.autograd.linear.recorded import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.calls import call, call_own, number, rows_of_call
 from lorakernels.modules.linear.frozen import is_sharded
@@ -285,8 +285,10 @@ class LoRALinear(MergeableLinear):
         return call(self, x, Adapter(*initial), scaling=self.init_scaling, p=0.0)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
-        """How its own eager forwards ran since a number of it changed, each way once: "" by plans, or else why by the
-        ops. `kinds`: of `ways_of_kinds` in autograd."""
+        """How its own eager forwards ran since a number of it changed: "" if recorded, or else why by the ops.
+
+        `kinds`: of `ways_of_kinds` in autograd. Each answer is there once.
+        """
         ways = {way_of(spec, kinds) for spec in self._numbers.specs.values()}
         return sorted(way for way in ways if way is not None)
 

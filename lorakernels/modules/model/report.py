@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lorakernels.autograd.linear.plan import ways_of_kinds
+from lorakernels.autograd.linear.recorded import ways_of_kinds
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.linear.lora import LoRALinear
@@ -108,7 +108,8 @@ class LoRAReport:
     def eager_forwards(self) -> str:
         """How adapted modules ran in forwards of their own, outside of graphs, traces and fused layers.
 
-        A module counts once for each way. By plans, the host's time is less (recorded/). A backward may run by the ops.
+        A module counts once for each way. Recorded forwards take less of the host's time (recorded/). A backward may
+        run by the ops.
         """
         kinds = ways_of_kinds()
         layers = (m for m in self.model.modules() if isinstance(m, LoRALinear))
