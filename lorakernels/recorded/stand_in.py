@@ -20,7 +20,7 @@ from lorakernels.ops.register import OPS
 
 _EMPTY_LIKE = torch.empty_like
 _FOREVER = 1 << 62
-_INDEX_BITS = 48  # of an address: what is below is an offset in bytes
+_INDEX_BITS = 48  # of an address; the lower bits are an offset in bytes
 # Methods of a tensor whose result is a view of it, or the tensor itself.
 _VIEWS = frozenset(
     (

@@ -150,7 +150,7 @@ class _NodeCall(NamedTuple):
                 if mask is not None:
                     tensors.append(mask.slot)
                     sites.append(mask.site)
-        addresses = (*tensors, *columns)
+        addresses: tuple[Tensor | int, ...] = (*tensors, *columns)
         return run_node(recorded, addresses, seen, columns, tuple(sites), {"call": self.call})
 
 

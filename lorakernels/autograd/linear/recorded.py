@@ -95,10 +95,10 @@ class SharedKind:
 
 
 class _LastCall(NamedTuple, Generic[P]):
-    """A call that `recorded` took, a weak reference: its key, and `count` tensors of which `holds_for` is true."""
+    """A call that `recorded` took, a weak reference: its key, and `number` tensors of which `holds_for` is true."""
 
     key: Hashable
-    count: int
+    number: int
     holds_for: Callable[..., bool]
     recorded: Callable[[], P | None]
 
@@ -121,8 +121,8 @@ class LastCalls(Generic[P]):
 
     def find(self, tensors: Sequence[Tensor], key: Hashable) -> P | None:
         """The recording of a last call with this key and tensors of these forms; None without such a call."""
-        for key_then, count, holds_for, recorded in self._calls:
-            if key_then == key and count == len(tensors) and holds_for(*tensors):
+        for key_then, number, holds_for, recorded in self._calls:
+            if key_then == key and number == len(tensors) and holds_for(*tensors):
                 return recorded()
         return None
 
@@ -234,6 +234,7 @@ def run_linear(
     # Autograd sees only what needs a gradient: each tensor more costs time.
     seen = (tensors[0], bias if recorded.trains[1] else None, lora_A, lora_B)
     columns = calls.columns(state_x, state_dy)
+    addresses: tuple[Tensor | int, ...]
     addresses = (*tensors, *columns) if slot is None else (*tensors, slot, *columns)
     attributes = {"state_dy": state_dy, "spec": spec}
     y: Tensor | None = run_node(recorded, addresses, seen, columns, calls.sites, attributes)

@@ -15,7 +15,7 @@ from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.model.peft_mixtures import PEFTDifference
 from lorakernels.modules.model.report_text import lines_of
 from lorakernels.ops.choice import implementations
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.recorded.routing import counted
 from lorakernels.state.fp8 import FP8State
 
@@ -176,7 +176,7 @@ def _masks(source: str) -> str:
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
     device, state = module.lora_A.device, module.fp8_state
     fp8, in_blocks = module.holds_fp8, module.block_scaling is not None
-    place = Place(
+    place = LayerOnGPU(
         capability_of(device) if device.type == "cuda" else (0, 0),
         (module.out_features, module.in_features),
         fp8,
