@@ -41,7 +41,7 @@ class CallRecording(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """A call that a recording took.
+    """A recorded call, and the checks of a later one.
 
     Attributes:
         others_of: gives the arguments that are not the recording's tensors. A handle is not among them.
@@ -85,13 +85,13 @@ def launch_ahead(
     by_ops: Callable[..., Any],
     begins: bool,
 ) -> None:
-    """Let calls of `op` launch a recording that took a call like them, before torch's dispatcher is asked.
+    """Let calls of `op` launch the recording of a call like them, without torch's dispatcher.
 
     Args:
         op: an overload that `define_composed` gave.
         handle: the position of the layer's handle among its arguments.
         count: how many arguments such a call has. Others that it has are None.
-        find: the recording of a call that has run; None if it ran by none.
+        find: the recording of a call that has run; None without one.
         by_ops: runs a call whose addresses a recording does not take. The FP8 state does not count it again.
         begins: whether a call with a last argument of True is a training forward, which the FP8 state counts.
     """
@@ -119,7 +119,7 @@ def launch_ahead(
             if recorded is None:
                 continue
             if begins and named[-1] and state is not None:
-                state.on_training_forward(numbers.own.column)
+                state.on_training_forward(numbers.default.column)
             columns = ready.columns(*states) if states else ()
             results = recorded.run((*tensors, *columns), ready.sites)
             return by_ops(*named) if results is None else results

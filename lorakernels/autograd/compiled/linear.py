@@ -4,7 +4,7 @@
     forward    y, x8, s = lora_linear_forward(x, W8, A, B, handle, training)
     backward   dx, dA, dB = lora_linear_backward(dy, x8, s, W8, A, B, handle, training)
 
-Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
+They run the ops of `lora_linear`, with the same numbers. When an op runs, it finds the layer's dropout
 site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
 
 The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
@@ -123,7 +123,7 @@ def lora_linear_backward(
     scaling: float | None = None,
     p: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
+    """(dx, dA, dB, dbias) from dy [M, N]; empty where `needs` is False.
 
     `operand` is x8, or x over a plain W. `training` is the forward's.
     """

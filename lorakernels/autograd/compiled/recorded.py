@@ -52,7 +52,7 @@ def run_forward(run: Run, x: Tensor, layer: LayerCall) -> Four:
 def run_backward(
     run: Run, dy: Tensor, saved: Saved, call: Call, needs: Needs, dtypes: Dtypes
 ) -> Four:
-    """(dx, dA, dB, dbias) of a contiguous dy; empty where not needed. `dtypes` are those of A and the bias."""
+    """(dx, dA, dB, dbias) of a contiguous dy; empty where not needed. `dtypes`: of A and of the bias."""
     grads = gradients(saved, call, dtypes, needs, dy, run)
     return tuple([dy.new_empty((0,)) if t is None else t for t in grads])  # type: ignore[return-value]
 

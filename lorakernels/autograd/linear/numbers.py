@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one layer, and the `LoRASpec`s that its calls have of them."""
+"""The numbers of one layer, and the `LoRASpec`s of its calls."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ MOST_SPECS = 16  # that a layer remembers
 
 
 class Numbers:
-    """What the calls of one layer need besides tensors. A layer makes others when a number changes.
+    """The numbers that the calls of one layer need. A layer makes a new object when one of them changes.
 
     Attributes:
         name: the layer's name.
         state: its FP8State; None over a plain base and under BlockScaling.
-        own: the LoRASpec of the layer's own adapter in evaluation. A layer without one has scaling 1 and p 0.
+        default: the LoRASpec of the layer's own adapter in evaluation. A layer without one has scaling 1 and p 0.
         specs: {the arguments of `spec`: what it returned}.
         made: {name of an op: what its recorded calls depend on} (autograd/compiled/call.py).
     """
 
-    def __init__(self, name: str, state: FP8State | None, own: LoRASpec, column: int = 0) -> None:
+    def __init__(
+        self, name: str, state: FP8State | None, default: LoRASpec, column: int = 0
+    ) -> None:
         if state is not None:
-            own = own.following(state.recipe, column, False)
-        self.name, self.state, self.own = name, state, own
+            default = default.following(state.recipe, column, False)
+        self.name, self.state, self.default = name, state, default
         self.specs: dict[tuple[bool, float | None, float | None], LoRASpec] = {}
         self.made: dict[str, tuple[Any, ...]] = {}
 
     def spec(
         self, training: bool, scaling: float | None = None, p: float | None = None
     ) -> LoRASpec:
-        """That of a call. `scaling` and `p`, if given, replace the layer's own, as for an adapter of PEFT's."""
+        """The spec of a call. `scaling` and `p`, if given, replace the layer's own, as for an adapter of PEFT's."""
         spec = self.specs.get((training, scaling, p))
         return self._made(training, scaling, p) if spec is None else spec
 
     def _made(self, training: bool, scaling: float | None, p: float | None) -> LoRASpec:
         spec = replace(
-            self.own,
-            scaling=self.own.scaling if scaling is None else scaling,
-            p=self.own.p if p is None else p,
+            self.default,
+            scaling=self.default.scaling if scaling is None else scaling,
+            p=self.default.p if p is None else p,
             delayed=training and self.state is not None,
         )
         if not torch.compiler.is_compiling():  # an export takes it for a side effect

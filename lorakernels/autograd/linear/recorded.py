@@ -140,7 +140,7 @@ class LastCalls(Generic[P]):
             record: makes the recording.
             layer: the layer's tensors, of which the kind is made.
             tensors, key: by these `find` has the recording from now on.
-            more: what it depends on besides the kind.
+            more: arguments of `record` besides the kind.
         """
         kind = self.kind = _kind_of(layer, self._numbers)
         if kind is None:

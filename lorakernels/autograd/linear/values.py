@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a linear layer with an adapter needs besides x, W and the bias."""
+"""The values of one call of a linear layer with an adapter, besides x, W and the bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lorakernels.values import Dropout, Scaling
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What one call needs besides tensors.
+    """The numbers of one call.
 
     A recipe becomes arguments of ops here alone: `of_state` has the scale of a whole tensor, `power_of_two` how each
     block is scaled, and both are None over a plain base. `backward_dtype` and the `split_…` are as the recipe has them.
@@ -56,7 +56,7 @@ class LoRASpec:
 
     @property
     def power_of_two(self) -> bool | None:
-        """Whether the scales of blocks are powers of two, as ops are told; None where x and dy have no blocks."""
+        """Whether the scales of blocks are powers of two, as ops take it; None where x and dy have no blocks."""
         return None if self.blocks is None else self.blocks.power_2_scale
 
     def following(self, recipe: DelayedScaling, column: int, delayed: bool) -> LoRASpec:

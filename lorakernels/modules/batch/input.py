@@ -37,7 +37,7 @@ class BatchInput:
         x = given[0] if given else None
         if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() == 2 and x.is_floating_point()):
             return
-        named = self._calls is not None and self._calls.asked
+        named = self._calls is not None and self._calls.needs_lookup
         if not named and x.shape[0] % self._adapters == 0:
             return
         layer = self._running(module)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.experts import Stack
+from lorakernels.autograd.experts import ExpertStack
 from lorakernels.device import capability_of
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
@@ -84,7 +84,7 @@ def _adapted(layer: Any) -> bool:
     return isinstance(layer, LoRALinear) and not layer.merged and not layer.disable_adapters
 
 
-def stacked(experts: Iterable[nn.Module]) -> Stack:
+def stacked(experts: Iterable[nn.Module]) -> ExpertStack:
     """The stack of layers that `why_not_stacked` has nothing against.
 
     Raises:
@@ -99,7 +99,7 @@ def stacked(experts: Iterable[nn.Module]) -> Stack:
     data, scale_inv = _together(weights), _together(scales)
     delayed, recipe = first.training, state.recipe
     adapted = _adapted(first)
-    return Stack(
+    return ExpertStack(
         Weight(data.view(torch.uint8), scale_inv.view(-1)),
         [layer._parameters["lora_A"] for layer in layers] if adapted else [],
         [layer._parameters["lora_B"] for layer in layers] if adapted else [],

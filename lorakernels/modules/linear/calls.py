@@ -98,7 +98,7 @@ def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[We
 def call_own(layer: Any, x: Tensor) -> Tensor:
     """`call` of a LoRALinear with its own adapter, outside of traces."""
     attributes = layer.__dict__
-    parameters, spec = attributes["_parameters"], attributes["_numbers"].own
+    parameters, spec = attributes["_parameters"], attributes["_numbers"].default
     lora_A, lora_B = parameters["lora_A"], parameters["lora_B"]
     if "adapter_rows" in attributes:
         if (rows := rows_of_call(layer)) is not None:
@@ -111,7 +111,7 @@ def call_own(layer: Any, x: Tensor) -> Tensor:
 def rows_of_call(layer: Any) -> AdapterRows | None:
     """Which adapters the rows of the call that begins have; None outside of `AdapterBatch.rows`."""
     calls = layer.adapter_rows
-    if calls is None or not calls.asked:
+    if calls is None or not calls.needs_lookup:
         return None
     rows: AdapterRows = calls.of(layer.lora_A.device, layer.training)
     return rows

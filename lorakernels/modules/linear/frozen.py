@@ -209,7 +209,7 @@ class FrozenFP8Linear(StoredWeight):
         weight = self._parameters["weight"]
         assert weight is not None
         numbers = Numbers(self.name, self.fp8_state, self._own_spec(), self.column)
-        self._numbers, self._handle = numbers, Handle(numbers, numbers.own.p > 0, weight.device)
+        self._numbers, self._handle = numbers, Handle(numbers, numbers.default.p > 0, weight.device)
 
     def weight_moved(self) -> None:
         """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""

@@ -267,7 +267,7 @@ class LoRALinear(MergeableLinear):
         if not torch.compiler.is_compiling():
             return call_own(self, x)
         factors: tuple[Tensor, Tensor] = self.lora_A, self.lora_B
-        if self.adapter_rows is not None and self.adapter_rows.asked:
+        if self.adapter_rows is not None and self.adapter_rows.needs_lookup:
             factors = _traced_factors(self)
         check_sequences(x, adapters_of(factors[0]))
         return call(
