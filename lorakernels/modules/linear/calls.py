@@ -27,7 +27,7 @@ def number(name: str, absent: Any = _REQUIRED) -> Any:
 
     A layer that was never given one has `absent`, such as a layer from a pickle that is older than the number.
 
-    Each such value has a property because FSDP2 cannot put FP8 parameters into modules whose class has its own
+    Each such value has a property because FSDP2 cannot put FP8 parameters into modules if their class has its own
     `__setattr__`.
     """
 
@@ -54,12 +54,12 @@ def call(
     scaling: float | None = None,
     p: float | None = None,
 ) -> Tensor:
-    """y [..., N] of a FrozenFP8Linear `layer` with `adapter`, whose A and B may be None.
+    """y [..., N] of a FrozenFP8Linear `layer` with `adapter`. Its A and B may be None.
 
     Args:
         x: [..., K], not checked yet.
         draws: whether a mask is drawn, from `rng_state`.
-        scaling, p: the adapter's, where they are not those of the layer.
+        scaling, p: the adapter's, where they differ from the layer's.
 
     Raises:
         TypeError, ValueError, RuntimeError: `check_input` does not take x, or the weight.
@@ -88,7 +88,7 @@ def call(
 
 
 def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[Weight, Call]:
-    """What `lora_linear` takes of a layer for one call."""
+    """The weight and the values that `lora_linear` takes of a layer for one call."""
     state = layer.fp8_state
     state_x, state_dy = (None, None) if state is None else (state.forward, state.backward)
     weight = Weight(layer.held, layer._buffers["weight_scale_inv"])

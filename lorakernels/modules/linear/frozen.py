@@ -30,7 +30,7 @@ __all__ = ["FrozenFP8Linear", "is_sharded", "quantize_weight"]
 
 
 class FrozenFP8Linear(StoredWeight):
-    """A linear layer whose weight is frozen and stored in FP8 (e4m3), 1 byte per parameter.
+    """A linear layer with a weight that is frozen and stored in FP8 (e4m3), 1 byte per parameter.
 
     Args:
         in_features, out_features: K and N.
@@ -201,7 +201,7 @@ class FrozenFP8Linear(StoredWeight):
 
     @property
     def handle(self) -> Handle:
-        """What stands for this layer's numbers in a trace. It is another one after a number has changed."""
+        """The handle of this layer's numbers in a trace. A change of a number makes a new one."""
         return self._handle
 
     def renew_handle(self) -> None:

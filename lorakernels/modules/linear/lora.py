@@ -39,7 +39,7 @@ def delta_of(lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
 
 @_disable_dynamo
 def _traced_factors(layer: LoRALinear) -> tuple[Tensor, Tensor]:
-    """A and B of a call that is compiled. What backward runs is no part of the trace."""
+    """A and B of a call that is compiled. Backward is no part of the trace."""
     rows = rows_of_call(layer)
     return (
         (layer.lora_A, layer.lora_B) if rows is None else rows.factors(layer.lora_A, layer.lora_B)
@@ -58,8 +58,8 @@ def refuse_merged_batch(layer: LoRALinear) -> None:
 
 def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
     """The dtype of the first floating-point tensor with more than one byte per value. FP8 has one byte."""
-    found = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
-    return next((t.dtype for t in found if t.element_size() > 1), None)
+    floats = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+    return next((t.dtype for t in floats if t.element_size() > 1), None)
 
 
 class LoRALinear(MergeableLinear):
@@ -80,7 +80,7 @@ class LoRALinear(MergeableLinear):
         row0: the row of the whole tensor at which x begins, where ranks hold rows of one tensor: masks are drawn there.
             DoRA does not read it.
         chunks: (rank, ranks, size), the `values.RowChunks` of a rank that has chunks of each row of tokens. row0 is one
-            of its rows then. () where x's rows lie one after the other. `context_parallel` sets it.
+            of its rows then. () where x's rows are consecutive. `context_parallel` sets it.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
@@ -171,7 +171,7 @@ class LoRALinear(MergeableLinear):
         """A LoRALinear over these very tensors: `FrozenFP8Linear.from_weight` with a new adapter.
 
         `adapter_dtype=None` gives the adapters the dtype of a plain weight, else the bias's, or torch's default dtype.
-        Under "olora" and "pissa" the layer holds what the initial adapter leaves of the weight, in new memory.
+        Under "olora" and "pissa" the layer holds the weight less the initial adapter, in new memory.
 
         Raises:
             TypeError, ValueError, KeyError: as `FrozenFP8Linear.from_weight`; TypeError also for the adapter's dtype.
@@ -246,8 +246,8 @@ class LoRALinear(MergeableLinear):
     def _own_spec(self) -> LoRASpec:
         values = vars(self)  # while the layer is constructed, some are missing
         numbers = {"scaling": "scaling", "p": "lora_dropout", "site": "site", "row0": "row0"}
-        given = {field: values[name] for field, name in numbers.items() if name in values}
-        return LoRASpec(**given, chunks=self.chunks, blocks=self.block_scaling)
+        present = {field: values[name] for field, name in numbers.items() if name in values}
+        return LoRASpec(**present, chunks=self.chunks, blocks=self.block_scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.
@@ -306,8 +306,8 @@ class LoRALinear(MergeableLinear):
     def original_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight before there was an adapter, [N, K]: `base_weight`, with the initial adapter if it lacks one.
 
-        What "olora" and "pissa" take away is added in fp32 and the sum is rounded once to `dtype`. It equals the weight
-        that came up to the rounding of what the layer holds.
+        The product that "olora" and "pissa" took away is added in fp32, and the sum is rounded once to `dtype`. It
+        equals the first weight up to the rounding of the layer's weight.
         """
         initial = initial_of(self)
         if initial is None:
