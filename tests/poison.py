@@ -3,7 +3,7 @@
 
 0xFF is NaN in every floating dtype used here, -1 in a signed integer, 255 in uint8, True in a bool. The kernels
 that allocate for aten are replaced, not the functions of Python: `torch.empty`, `empty_like`, `new_empty` and what C++
-asks for all go through them. So is the function by which Inductor's code and plans allocate on a GPU. Traces,
+asks for all go through them. So is the function by which Inductor's code and recorded calls allocate on a GPU. Traces,
 FakeTensors, meta tensors and dispatch modes see nothing new.
 
 What stays as it is:

@@ -71,7 +71,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of a plan's run: a form on "meta", and the address that it has."""
+    """A tensor of a recorded call's run: a form on "meta", and the address that it has."""
 
     form: Tensor
     address: int

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import _C, DelayedScaling, FP8State, LoRAConfig, LoRALinear, device
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from lorakernels.values import RankSizes, Scale, Sizes, Where
 from tests.dry_cuda import CAPABILITY, STREAM, dry_cuda
 from tests.fusion.fused_models import LINEARS, adapted, fused_copy, run, tokens
@@ -124,7 +124,7 @@ def test_swapped_arguments_are_seen(pair: tuple[str, str]) -> None:
 def test_swapped_outputs_are_seen_where_they_are_read() -> None:
     """New memory is numbered by the call that gets it first, which looks the same with two of them swapped."""
     linear, x = layer(), torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)
-    with without_plans():  # a plan's memories are parts of one
+    with without_recordings():  # a recording's memories are parts of one
         right = forward_and_backward(linear, x).calls
         with with_swap("quantize_lora_down", ("x8", "s")):
             wrong = forward_and_backward(linear, x).calls

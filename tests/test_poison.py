@@ -38,7 +38,7 @@ def test_new_memory_is_poisoned(dtype: torch.dtype, device: torch.device) -> Non
 
 
 @pytest.mark.gpu
-def test_what_plans_allocate_is_poisoned() -> None:
+def test_what_recorded_calls_allocate_is_poisoned() -> None:
     new = torch._C._dynamo.guards._empty_strided_cuda((7, 3), (3, 1), torch.bfloat16)
     assert new.isnan().all()
 

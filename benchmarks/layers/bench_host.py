@@ -18,7 +18,7 @@ Rows:
 
     peft bf16, hf + peft bf16     PEFT's lora.Linear, alone and in transformers' model
     ours                          LoRALinear over an FP8 base, as a user runs it
-    …, by the ops                 the same without plans (lorakernels.recorded.routing.without_plans)
+    …, by the ops                 the same, not recorded (lorakernels.recorded.routing.without_recordings)
     ours, frozen, no lora         FrozenFP8Linear; "linear bf16, no lora" is a frozen nn.Linear
     ours, not fused               transformers' layers with our LoRALinear, and FrozenFP8Linear for the rest
     ours, fused                   `fuse` with save="recompute"

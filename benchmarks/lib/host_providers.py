@@ -57,12 +57,12 @@ class Made:
 
 
 def by_the_ops() -> AbstractContextManager[None]:
-    """Everything goes through the ops, as under torch.compile, and nothing by a plan."""
+    """Everything goes through the ops, as under torch.compile, and nothing is recorded."""
     try:
         routing = importlib.import_module("lorakernels.recorded.routing")
     except ImportError as error:
-        raise Unavailable(f"there are no plans to go without ({error})") from error
-    context: AbstractContextManager[None] = routing.without_plans()
+        raise Unavailable(f"there are no recordings to go without ({error})") from error
+    context: AbstractContextManager[None] = routing.without_recordings()
     return context
 
 

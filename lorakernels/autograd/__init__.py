@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ops run forward and backward, and what is saved in between; nothing else."""
+"""The ops of each forward and backward, and the tensors saved in between; nothing else."""
 
 from lorakernels.autograd.bias_dropout_add import bias_dropout_add, get_bias_dropout_add
 from lorakernels.autograd.compiled.linear import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bias_dropout_add: what a transformer layer does after attention and after its MLP.
+"""bias_dropout_add, which ends a transformer layer's attention and its MLP.
 
     out       = residual + mask ⊙ (x + bias) / (1 − p)
     dx        = mask ⊙ dout / (1 − p)        dbias = Σ_rows dx        dresidual = dout

@@ -5,7 +5,7 @@
     backward   dy8, ds, dB = grouped_quantize_grad(dy, B, s)       dx = grouped_grad_input(dy8, W8, ds, A)
                dA = grouped_lora_grad_a(ds, x8)
 
-Each expert keeps the scales that it has as a layer of its own. The host asks the device for nothing, so that a CUDA
+Each expert keeps the scales that it has as a layer of its own. The host reads nothing from the device, so that a CUDA
 graph can hold all of it.
 """
 
@@ -23,7 +23,7 @@ from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Groups, Scaled, Scaling, Up, Weight
 
 
-class Stack(NamedTuple):
+class ExpertStack(NamedTuple):
     """Experts' layers: values that do not depend on the tokens.
 
     Attributes:
@@ -54,13 +54,13 @@ class GroupedCall(NamedTuple):
         place: int32 [T, J], the rows that are copies of each row of x; None if rows are not copied.
     """
 
-    stack: Stack
+    stack: ExpertStack
     groups: Groups
     rows: Tensor
     place: Tensor | None
 
 
-class GroupedLinear(torch.autograd.Function):
+class GroupedLinearNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: GroupedCall, *adapters: Tensor) -> Tensor:
         """y [M, N] of x [T, K]; `adapters`: A_g [R, K] of every group, then every B_g [N, R], or none."""
@@ -159,9 +159,9 @@ class ExpertSum(torch.autograd.Function):
         return dy, dweights, None
 
 
-def grouped_linear(x: Tensor, routing: Routing, gathers: bool, stack: Stack) -> Tensor:
+def grouped_linear(x: Tensor, routing: Routing, gathers: bool, stack: ExpertStack) -> Tensor:
     """y [M, N] of x's rows as `routing` has them: of tokens [T, K] if it `gathers`, or of rows [M, K]."""
     rows, place = (routing.source, routing.place) if gathers else (routing.row, None)
     call = GroupedCall(stack, routing.groups, rows, place)
-    y: Tensor = GroupedLinear.apply(x, call, *stack.lora_A, *stack.lora_B)
+    y: Tensor = GroupedLinearNode.apply(x, call, *stack.lora_A, *stack.lora_B)
     return y

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks on parameters: which are lent, and which are of a layer that ranks hold in parts.
+"""Marks on parameters: of lent weights, and of layers that ranks hold in parts.
 
-A weight is lent where it lies in parts on several ranks, and is whole only while somebody uses it. The parameter has
-the weight's shape and dtype, and NaN in the place of values. Its lender makes the whole weight. That memory is freed as
-soon as nobody refers to it. So who reads a weight by itself, beside its module, asks for `whole`.
+Of a lent weight each rank holds a part, and the whole weight exists only while it is in use. The parameter has the
+weight's shape and dtype, and NaN in the place of values. Its lender makes the whole weight. That memory is freed with
+the last reference to it. So code that reads a weight outside of its module calls `whole`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def lend(weight: Tensor, lender: Callable[[], Tensor] | None) -> None:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """`weight`, or what its lender makes of it. The lender may be a collective."""
+    """`weight` itself, or the whole weight from its lender, which may be a collective."""
     lender: Callable[[], Tensor] | None = getattr(weight, _LENDER, None)
     return weight if lender is None else lender()
 

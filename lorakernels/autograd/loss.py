@@ -119,7 +119,7 @@ class _Plain:
 
 
 class _FP8:
-    """As _Plain, with e4m3 h and W and e5m2 dz. h and W are scaled by their amax, dz by what bounds it.
+    """As _Plain, with e4m3 h and W and e5m2 dz. h and W are scaled by their amax, dz by its bound.
 
     Under a cap dz is computed in h's dtype and then rounded to e5m2, with a power of two for its scale.
     """

@@ -146,9 +146,9 @@ def _cudnn_graph(index: int) -> str:
 
 def _ops(device_type: str, capability: tuple[int, int] | None = None) -> dict[str, dict[str, str]]:
     from lorakernels.ops.choice import implementations
-    from lorakernels.ops.hardware import Place
+    from lorakernels.ops.hardware import LayerOnGPU
 
-    place = Place(capability or (0, 0))
+    place = LayerOnGPU(capability or (0, 0))
     table = implementations(device_type, place)
     in_blocks = implementations(device_type, place._replace(blocks=True))
     table |= {f"{op} (blocks)": how for op, how in in_blocks.items() if how != table[op]}

@@ -13,7 +13,7 @@ from torch import nn
 
 from lorakernels.autograd.attention import choose as attention_backends
 from lorakernels.autograd.attention import fp8 as fp8_attention
-from lorakernels.autograd.decoder.plan import ways_of_kinds
+from lorakernels.autograd.decoder.recorded import ways_of_kinds
 from lorakernels.fusion.check import check_layers
 from lorakernels.fusion.describe import LayerDescription, describe_layers
 from lorakernels.fusion.find import decoder_layers
@@ -85,7 +85,7 @@ class FuseReport:
     def eager_forwards(self) -> str:
         """How the groups of projections (q, k, v; o; gate, up; down) ran, outside of graphs and traces.
 
-        By plans, the host's time is less (recorded/). A backward may run by the ops.
+        A recorded forward takes less of the host's time (recorded/). A backward may run by the ops.
         """
         kinds = ways_of_kinds()
         groups = (group for parts in self.parts for group in parts.groups)

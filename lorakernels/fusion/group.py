@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lorakernels.autograd.decoder.plan import planned_projections, way_of
+from lorakernels.autograd.decoder.recorded import recorded_projections, way_of
 from lorakernels.autograd.linear.projections import OverRanks, Projections
 from lorakernels.autograd.linear.values import LoRASpec, check_frozen
 from lorakernels.fusion.joined_rows import JoinedRows
@@ -96,7 +96,7 @@ class FusedGroup:
         return prepared.with_masks(masks)
 
     def eager_ways(self, kinds: Mapping[Hashable, str]) -> list[str]:
-        """[""] if the last forward ran by plans, or [why it ran by the ops]; [] before the first forward.
+        """[""] if the last forward was recorded, or [why it ran by the ops]; [] before the first forward.
 
         `kinds`: `ways_of_kinds()` of autograd.
         """
@@ -134,7 +134,7 @@ class FusedGroup:
         )
         drawn = tuple(variant.drops and adapted[i].lora_dropout for i in variant.masks)
         params = [*lora_A, *lora_B, *biases]
-        to = to._replace(planned=planned_projections(to, drawn, params))
+        to = to._replace(recorded=recorded_projections(to, drawn, params))
         # what was copied goes stale when a parameter is written
         copied = len(adapted) > 1 and not self.joined.has_joined_A(adapted)
         made_from = None if copied else state_of_call(self.members)

@@ -26,7 +26,7 @@ from lorakernels.autograd.attention.choose import (
     choose_packed,
 )
 from lorakernels.autograd.decoder.layer import MLPCall, OutputCall, QKVCall
-from lorakernels.autograd.decoder.plan import mlp, norm_qkv, output
+from lorakernels.autograd.decoder.recorded import mlp, norm_qkv, output
 from lorakernels.autograd.decoder.rms_norm import rms_norm
 from lorakernels.fusion.call_checks import check_call, check_documents, check_window
 from lorakernels.fusion.parts import Parts
@@ -261,7 +261,7 @@ def _recomputed(parts: Parts, call: _Call) -> _Call:
 def _attended(
     parts: Parts, visible: _Visible, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Scaled | None]:
-    """out [B, H, T, D], and with FP8 attention the same in e4m3 (`Attended.bytes_`)."""
+    """out [B, H, T, D], and with FP8 attention the same in e4m3 (`AttendedRows.bytes_`)."""
     mask, causal, starts, longest = visible
     if parts.context is not None:
         if mask is not None or not causal:

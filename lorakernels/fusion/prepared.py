@@ -73,7 +73,7 @@ class Prepared(NamedTuple):
             return to, self.params
         factors = [rows.factors(m.lora_A, m.lora_B) for m in self.adapted]
         rows_A, rows_B = zip(*factors, strict=True)
-        to = to._replace(lora_A=torch.cat([a.detach() for a in rows_A], -2), planned=None)
+        to = to._replace(lora_A=torch.cat([a.detach() for a in rows_A], -2), recorded=None)
         return to, [*rows_A, *rows_B, *self.params[2 * len(factors) :]]
 
     def holds(self, now: CallState | None) -> bool:

@@ -2,10 +2,10 @@
 """What a module has become, in one record at one key of its `__dict__`.
 
 The record is no child and no buffer: state_dict lacks it, deepcopy and pickle carry it. It is never changed in place,
-so that who restores a module's attributes restores its marks. Graphs refuse a module whose record was replaced.
+so that restoring a module's attributes restores its marks. Graphs refuse a module whose record was replaced.
 
 A sharded base lends a layer its weight while it runs. Outside of its layer's forward and backward, the memory of such a
-weight has other bytes. Who reads it first calls `bring`; what would write or move it is refused.
+weight has other bytes. Code that reads it first calls `bring`; a write or a move is refused.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Became:
     Attributes:
         fused: how a decoder layer runs.
         adds_one: whether a fused norm multiplies by 1 + its weight.
-        fused_projection: what a fused layer runs for a linear of another library.
-        before_fuse: of the model that `fuse` was given, what it changed.
-        weight_holder: who holds a linear's weight, which is in a sharded base.
-        loaded_part: of a part that was read by itself, until `parallelize`: what a fused layer asks before it runs.
+        fused_projection: the layer that a fused layer runs for a linear of another library.
+        before_fuse: of the model that `fuse` changed, the parts as they were.
+        weight_holder: the sharded base that has a linear's weight.
+        loaded_part: of a part that was read by itself, until `parallelize`: how ranks hold its layer together.
         parts_as_loaded: of a model with such parts.
         adapters_are_whole: the model is inside `TensorParallel.whole`.
         rows_over_ranks: ranks share the rows that the module gets.
-        context_attention: what attends in an attention module then.
-        context_parallel: of a model whose rows are shared.
+        context_attention: the attention of an attention module then.
+        context_parallel: of a model with shared rows.
         pipeline_cut: which modules of a model other ranks have.
         pipeline_parallel: how its stages run.
         originals: values of parameters from before training.
@@ -104,10 +104,10 @@ def mark(module: nn.Module, **changes: Any) -> None:
 
 
 class SplitModule:
-    """One rank's part of a module. Other ranks of a tensor-parallel group hold the other parts.
+    """One rank's part of a module. The rest is on the other ranks of a tensor-parallel group.
 
     Attributes:
-        ranks: who they are.
+        ranks: the group.
         dimensions: {parameter: the dimension in which it is cut}.
     """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which call may come after which: one table, from which every call that changes a model makes its refusals.
 
-A row of `CALLS` has what a model may not be when it is called, why, and the way out. What a row does not name may come
-before. A new call adds its row, and adds its state to `STATES` if later calls must know of it.
+A row of `CALLS` has the states in which a call refuses a model, why, and the way out. It takes a model in any other
+state. A new call adds its row, and adds its state to `STATES` if later calls must know of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GRAPHS = "lorakernels.graphs"
 def managed_by_graphs(layer: nn.Module) -> bool:
     """Whether a GraphManager records or replays the layer."""
     hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    own = vars(layer).get("forward")
-    return any(type(hook).__module__.startswith(GRAPHS) for hook in (*hooks, own))
+    forward = vars(layer).get("forward")
+    return any(type(hook).__module__.startswith(GRAPHS) for hook in (*hooks, forward))
 
 
 def _adapter(holds: Callable[[Any], bool]) -> Callable[[nn.Module], bool]:
@@ -30,12 +30,12 @@ def _adapter(holds: Callable[[Any], bool]) -> Callable[[nn.Module], bool]:
 
 
 class State(NamedTuple):
-    """What a module may be.
+    """A state that a module may be in.
 
     Attributes:
-        holds: whether it is so.
-        says: the same in words, behind the module's path.
-        of_model: whether one such module makes it the state of the whole model.
+        holds: whether a module is in it.
+        says: the same in words, after the module's path.
+        of_model: whether one such module puts the whole model into this state.
     """
 
     holds: Callable[[nn.Module], bool]
@@ -68,7 +68,7 @@ STATES = {
 
 
 class Never(NamedTuple):
-    """Why a call does not come after what made a state, and the way out. `error`: what is raised."""
+    """Why a call refuses a state, and the way out. `error`: the exception's class."""
 
     why: str
     error: type[Exception] = ValueError
@@ -80,7 +80,7 @@ _ONE = Never("choose one by AdapterBatch.only(name)")
 
 
 def _early(call: str) -> dict[str, Never]:
-    """Of a call that changes layers: what comes after it, as ranks then know the layers as they are."""
+    """The refusals of a call that changes layers: it comes before ranks take the layers as they are."""
     rows = f"it is too late to {call}: call ContextParallel.close, do it, and call context_parallel again"
     return {
         "shared rows": Never(rows),
@@ -140,12 +140,14 @@ CALLS: dict[str, dict[str, Never]] = {
         "merged": _UNMERGE,
         "loaded": Never("call parallelize before shard_base"),
         "held": Never("call its unshard() first"),
-        "stages": Never("a pipeline does not have a sharded base yet"),
+        "stages": Never("a pipeline with a sharded base is not supported yet"),
     },
     "pipeline_parallel": {
         "batched": Never("microbatches would cut the rows of several adapters apart"),
-        **dict.fromkeys(("split", "loaded"), Never("a pipeline does not have split layers yet")),
-        "held": Never("a pipeline does not have a sharded or offloaded base yet"),
+        **dict.fromkeys(
+            ("split", "loaded"), Never("a pipeline of split layers is not supported yet")
+        ),
+        "held": Never("a pipeline with a sharded or offloaded base is not supported yet"),
         "shared rows": Never("call pipeline_parallel first, then context_parallel"),
         "stages": Never("call pipeline_parallel once"),
         "graphs": Never("cut the model first, then give GraphManager pipeline.layers"),
@@ -178,16 +180,16 @@ def _raise(call: str, state: str, paths: Sequence[str]) -> NoReturn:
 
 
 def refuse_module(path: str, module: nn.Module, call: str) -> None:
-    """Raise what the row `call` says of one module."""
+    """Raise the refusal of `call` for one module, if it has one."""
     for state in CALLS[call]:
         if STATES[state].holds(module):
             _raise(call, state, [path])
 
 
 def refuse(model: nn.Module, call: str, paths: Iterable[str] | None = None) -> None:
-    """Raise what the row `call` says of `model`, before anything is changed.
+    """Raise the refusal of `call` for `model`, if it has one, before anything is changed.
 
-    With `paths`, the modules there alone count for what is not of the whole model.
+    With `paths`, only the modules there count, except for states of the whole model.
     """
     modules = {path or type(model).__name__: m for path, m in model.named_modules()}
     some = modules if paths is None else {path: model.get_submodule(path) for path in paths}

@@ -84,7 +84,7 @@ def drawn_mask(dropout: Dropout, rows: int, cols: int) -> Tensor:
     slot = dropout.slot
     if torch.compiler.is_compiling() or (slot.is_cuda and why_not_csrc(capability_of(slot.device))):
         return dropout_keep(dropout, rows, cols)
-    # while a plan records, `slot` is a stand-in, and so is this
+    # while a call is recorded, `slot` is a stand-in, and so is this
     keep = slot.new_empty(rows, cols, dtype=torch.bool)
     if slot.is_cuda:
         stream = torch.cuda.current_stream(slot.device).cuda_stream

@@ -19,7 +19,7 @@ from torch import Tensor
 from lorakernels.device import capability_of, extension, in_backward, why_not_csrc
 from lorakernels.kernels.arguments import where
 from lorakernels.numerics.fp8 import FLT_MAX, divide
-from lorakernels.ops.hardware import Place, chosen_csrc
+from lorakernels.ops.hardware import LayerOnGPU, chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define
 
 
@@ -87,8 +87,8 @@ def check(a: Update) -> None:
                 f"found {state.dtype} {tuple(state.shape)}"
             )
     if forward.shape != backward.shape:
-        found = f"{tuple(forward.shape)} and {tuple(backward.shape)}"
-        raise ValueError(f"forward and backward must have one shape, found {found}")
+        shapes = f"{tuple(forward.shape)} and {tuple(backward.shape)}"
+        raise ValueError(f"forward and backward must have one shape, found {shapes}")
     if current is not None:
         named.append(("current", current))
         expected = 2 * forward.shape[1]
@@ -126,7 +126,7 @@ def by_csrc(a: Update) -> None:
     )
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     return chosen_csrc("one launch for all tensors", place)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""out = residual + mask ⊙ (x + bias) / (1 − p), what a transformer layer does behind attention and behind its MLP.
+"""out = residual + mask ⊙ (x + bias) / (1 − p), as a transformer layer does after attention and after its MLP.
 
 csrc/ops/bias_dropout_add takes one pass over tensors of one dtype. Forward reads x and residual once and writes out:
 6MN bytes in bf16. Backward draws the mask again, reads dout and writes dx: 4MN bytes. dbias is summed on the way, in an
@@ -18,7 +18,7 @@ from lorakernels.device import capability_of, extension, multiprocessors_of, why
 from lorakernels.kernels.arguments import name, where
 from lorakernels.numerics.dropout import drops, masked
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import FLOATS, Place, chosen_csrc
+from lorakernels.ops.hardware import FLOATS, LayerOnGPU, chosen_csrc
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Dropout, Sizes
 
@@ -42,7 +42,7 @@ class AddInPlace(NamedTuple):
 
 
 class AddBackward(NamedTuple):
-    """dout is [M, N]; `bias_dtype` is None where no dbias is asked for."""
+    """dout is [M, N]; `bias_dtype` is None where no dbias is needed."""
 
     dout: Tensor
     dropout: Dropout | None
@@ -221,7 +221,7 @@ def _check_matrices(**tensors: Tensor | None) -> None:
             raise ValueError(f"{label} must be contiguous, found strides {tensor.stride()}")
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     return chosen_csrc("one pass, forward and backward", place)
 
 

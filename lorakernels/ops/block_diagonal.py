@@ -6,7 +6,7 @@
 
 B_i [N_i, R_i] and the results are of one floating dtype, f is fp32. A projection without an adapter has R_i = 0 and no
 block; its rows are zeros. With `compact`, all R_i > 0 are one R. The backward's matrix is then [ΣN, R], with the blocks
-one below the other. autograd/linear/linear.py has the formulas that need them.
+stacked. autograd/linear/linear.py has the formulas that need them.
 
 One kernel each (kernels/triton/block_diagonal.py), where torch takes one or two per block. Each element is read once,
 multiplied in fp32 and rounded once at the store. More than 4 projections go through PyTorch.
@@ -30,8 +30,8 @@ from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import SideBySide
 
 
-class Blocks(NamedTuple):
-    """The `blocks`, [N_i, R_i] of one dtype, are those of the projections with R_i > 0. factors is fp32 [2, n].
+class DiagonalBlocks(NamedTuple):
+    """`blocks` are the B_i [N_i, R_i] of one dtype, of projections with R_i > 0. factors is fp32 [2, n].
 
     `compact`: the backward's matrix is [ΣN, R].
     """
@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
     compact: bool = False
 
 
-def reference(a: Blocks) -> tuple[Tensor, Tensor]:
+def reference(a: DiagonalBlocks) -> tuple[Tensor, Tensor]:
     """diag(f_i B_i) [ΣN, ΣR] in the blocks' dtype, for f the first and the second row of `factors`.
 
     `compact`: the second is [ΣN, R], its rows zeros where R_i = 0.
@@ -52,14 +52,14 @@ def reference(a: Blocks) -> tuple[Tensor, Tensor]:
     """
     check(a)
     blocks, side, factors, compact = a
-    found = []
+    matrices = []
     of_both = zip(_shapes(side, compact), factors, (False, compact), strict=True)
     for shape, of_factors, below in of_both:
         out = blocks[0].new_zeros(*blocks[0].shape[:-2], *shape)
         for block, (i, (n, r)) in zip(blocks, adapter_places(side, below), strict=True):
             out[..., n, r] = (block.float() * of_factors[i]).to(out.dtype)
-        found.append(out)
-    return found[0], found[1]
+        matrices.append(out)
+    return matrices[0], matrices[1]
 
 
 def _shapes(side: SideBySide, compact: bool) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -72,21 +72,21 @@ def _width(side: SideBySide, compact: bool) -> int:
     return max(side.ranks) if compact else sum(side.ranks)
 
 
-def fake(a: Blocks) -> tuple[Tensor, Tensor]:
+def fake(a: DiagonalBlocks) -> tuple[Tensor, Tensor]:
     (first, second), like = _shapes(a.side, a.compact), a.blocks[0]
     leading = like.shape[:-2]
     return empty(like, *leading, *first), empty(like, *leading, *second)
 
 
-def check(a: Blocks) -> None:
+def check(a: DiagonalBlocks) -> None:
     """ValueError or TypeError where the blocks, the projections and the factors do not fit together."""
     blocks, side, factors, compact = a
     _check_side(side, compact)
     expected = [(n, r) for n, r in zip(*side, strict=True) if r]
-    found = [tuple(block.shape) for block in blocks]
-    each = {shape[:-2] for shape in found}
-    if [shape[-2:] for shape in found] != expected or len(each) != 1 or len(*each) > 1:
-        raise ValueError(f"blocks must be {expected}, found {found}")
+    shapes = [tuple(block.shape) for block in blocks]
+    leading = {shape[:-2] for shape in shapes}
+    if [shape[-2:] for shape in shapes] != expected or len(leading) != 1 or len(*leading) > 1:
+        raise ValueError(f"blocks must be {expected}, found {shapes}")
     if len({block.dtype for block in blocks}) > 1:
         raise TypeError(f"blocks must have one dtype, found {[block.dtype for block in blocks]}")
     _check_factors(factors, blocks[0].device, 2, len(side.rows))
@@ -111,14 +111,14 @@ def _check_factors(factors: Tensor, device: torch.device, *shape: int) -> None:
         raise ValueError(f"factors must be on {device}, found {factors.device}")
 
 
-def why_not_triton(a: Blocks) -> str | None:
+def why_not_triton(a: DiagonalBlocks) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
     if len(a.side.rows) > MAX_BLOCKS:
         return f"{len(a.side.rows)} projections are more than {MAX_BLOCKS}"
     return why_not_layer_kernel(**{f"block {i}": tensor for i, tensor in enumerate(a.blocks)})
 
 
-def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
+def by_triton(a: DiagonalBlocks) -> tuple[Tensor, Tensor]:
     """One kernel; the reference's bits."""
     first, second = fake(a)
     launch(first, second, *a, split=False)
@@ -128,7 +128,7 @@ def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
 block_diagonal = define(
     Op(
         "block_diagonal",
-        Blocks,
+        DiagonalBlocks,
         reference,
         fake,
         check,
@@ -162,8 +162,8 @@ def reference_parts(a: Matrix) -> list[Tensor]:
 
 
 def fake_parts(a: Matrix) -> list[Tensor]:
-    each = a.matrix.shape[:-2]
-    return [empty(a.matrix, *each, n, r) for n, r in zip(*a.side, strict=True) if r]
+    leading = a.matrix.shape[:-2]
+    return [empty(a.matrix, *leading, n, r) for n, r in zip(*a.side, strict=True) if r]
 
 
 def check_parts(a: Matrix) -> None:
@@ -182,7 +182,7 @@ def check_parts(a: Matrix) -> None:
 
 def why_not_triton_parts(a: Matrix) -> str | None:
     """None if Triton's kernel takes these tensors; otherwise the reason why not."""
-    return why_not_triton(Blocks([a.matrix], a.side, a.factors, a.compact))
+    return why_not_triton(DiagonalBlocks([a.matrix], a.side, a.factors, a.compact))
 
 
 def by_triton_parts(a: Matrix) -> list[Tensor]:

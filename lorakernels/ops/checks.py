@@ -81,7 +81,7 @@ def one_recipe(scaling: Scaling | None, power_of_two: bool | None) -> None:
     """A tensor has one scale, by `scaling`, or one for each block, by `power_of_two`."""
     if scaling is not None and power_of_two is not None:
         raise ValueError(
-            f"scaling must be None beside power_of_two = {power_of_two}, which asks for a scale of each 1 × 128, "
+            f"scaling must be None with power_of_two = {power_of_two}, where each 1 × 128 has a scale, "
             f"found column {scaling.column} of a state"
         )
 
@@ -127,15 +127,15 @@ def of_groups(
     sizes: tuple[int | None, int | None],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """It is [G, *sizes] of `dtype`, or of any that is computed in; a size of None is any."""
+    """It is [G, *sizes] of `dtype`, or of any floating dtype of ops. None stands for any size."""
     expected = (groups.ends.shape[0], *sizes)
     fits = tensor.dim() == 3 and all(
-        size in (None, found) for size, found in zip(expected, tensor.shape, strict=True)
+        size in (None, n) for size, n in zip(expected, tensor.shape, strict=True)
     )
     if not fits or tensor.device != groups.ends.device:
-        said = ", ".join("…" if size is None else str(size) for size in expected)
+        sizes_text = ", ".join("…" if size is None else str(size) for size in expected)
         raise ValueError(
-            f"{name} must be [{said}] on {groups.ends.device}, found {list(tensor.shape)} on {tensor.device}"
+            f"{name} must be [{sizes_text}] on {groups.ends.device}, found {list(tensor.shape)} on {tensor.device}"
         )
     if dtype is None:
         floats(name, tensor)
@@ -164,7 +164,7 @@ def terms(
     residual: Tensor | None,
     side: SideBySide | None,
 ) -> None:
-    """What is added to x Wᵀ fits y [M, N], which `shape` is."""
+    """The terms besides x Wᵀ fit y [M, N]. `shape` is (M, N)."""
     rows, cols = shape
     if residual is not None and residual.shape != (rows, cols):
         raise ValueError(f"residual must be {[rows, cols]}, found {list(residual.shape)}")

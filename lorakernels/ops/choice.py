@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.ops.register import OPS
 
 
-def implementations(device_type: str, place: Place | None = None) -> dict[str, tuple[str, str]]:
+def implementations(
+    device_type: str, place: LayerOnGPU | None = None
+) -> dict[str, tuple[str, str]]:
     """{op: (implementation, reason)} of every op that does not merely go with another one.
 
     Args:
@@ -22,4 +24,4 @@ def implementations(device_type: str, place: Place | None = None) -> dict[str, t
     named = {op.name.rstrip("_"): op.chosen for op in OPS.values() if op.chosen is not None}
     if device_type == "cpu":
         return dict.fromkeys(named, ("reference", "PyTorch on the CPU; masks drawn by csrc"))
-    return {name: chosen(place or Place((0, 0))) for name, chosen in named.items()}
+    return {name: chosen(place or LayerOnGPU((0, 0))) for name, chosen in named.items()}

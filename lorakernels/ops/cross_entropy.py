@@ -7,7 +7,7 @@ z are the logits, losses fp32 [M]. kernels/triton/cross_entropy.py reads the log
 L2, and writes dz over them. That moves 6MV bytes in bf16. PyTorch's fp32 log-softmax, its exponential and the one-hot
 subtraction move 26MV bytes and hold 8MV.
 
-`cross_entropy_fp8` writes dz / factor beside the logits as e5m2 bytes, for a product in FP8: 5MV bytes. Their scale is
+`cross_entropy_fp8` also writes dz / factor, as e5m2 bytes, for a product in FP8: 5MV bytes. Their scale is
 known beforehand, since no element of softmax(z) − onehot(label) is beyond ±1. So dz is read neither for its amax nor
 to quantize it, which would move 5MV bytes more.
 """
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.ops.hardware import FLOATS, Place
+from lorakernels.ops.hardware import FLOATS, LayerOnGPU
 from lorakernels.ops.register import Implementation, Op, define, empty
 
 GRAD_SCALE_INV = 1 / torch.finfo(torch.float8_e5m2).max  # of the bytes of cross_entropy_fp8
@@ -30,7 +30,7 @@ WARPS = 16
 class Loss(NamedTuple):
     """logits [M, V] are bf16, fp16, fp32 or fp64, labels int64 [M]; factor is one fp32 or fp64 value, 1 where None.
 
-    With `gradient`, the logits become dz. A row whose label is `ignore_index` counts for nothing.
+    With `gradient`, the logits become dz. A row with the label `ignore_index` has no loss and no gradient.
     """
 
     logits: Tensor
@@ -52,17 +52,17 @@ def reference(a: Loss) -> Tensor:
     check(a)
     logits, labels, factor, ignore_index, gradient = a
     ignored = labels == ignore_index
-    known = (labels >= 0) & (labels < logits.shape[1])
-    target = torch.where(known, labels, 0)[:, None]
+    valid = (labels >= 0) & (labels < logits.shape[1])
+    target = torch.where(valid, labels, 0)[:, None]
     wide = torch.promote_types(logits.dtype, torch.float32)
     log_p = logits.to(wide).log_softmax(-1)
-    losses = torch.where(known, -log_p.gather(1, target)[:, 0], torch.nan)
+    losses = torch.where(valid, -log_p.gather(1, target)[:, 0], torch.nan)
     if gradient:
         dz = log_p.exp_()
         dz.scatter_add_(1, target, torch.full_like(dz[:, :1], -1.0))
         if factor is not None:
             dz *= factor
-        dz.masked_fill_(~known[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
+        dz.masked_fill_(~valid[:, None], torch.nan).masked_fill_(ignored[:, None], 0.0)
         logits.copy_(dz)
     return losses.masked_fill(ignored, 0.0)
 
@@ -175,12 +175,12 @@ def _launched(
     return losses
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     return "triton", "two reads of a chunk's logits, gradient in their place; float64: PyTorch's"
 
 
-def chosen_fp8(place: Place) -> tuple[str, str]:
-    return "triton", "two reads of a chunk's logits, e5m2 gradient beside them; float64: PyTorch's"
+def chosen_fp8(place: LayerOnGPU) -> tuple[str, str]:
+    return "triton", "two reads of a chunk's logits, and e5m2 gradients; float64: PyTorch's"
 
 
 cross_entropy_ = define(

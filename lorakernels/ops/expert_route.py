@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the tokens of a mixture's experts lie while these multiply them (numerics/groups.py).
 
-The results are int32: group_of [M / 128], starts and ends [G], source and own [M], place [T, J]. Two Triton kernels
+The results are int32: group_of [M / 128], starts and ends [G], source and row [M], place [T, J]. Two Triton kernels
 count and place; PyTorch's sort and search take some thirty.
 """
 
@@ -32,7 +32,7 @@ class Route(NamedTuple):
 
 
 def reference(a: Route) -> Results:
-    """(group_of, starts, ends, source, own, place).
+    """(group_of, starts, ends, source, row, place).
 
     Raises:
         TypeError, ValueError: chosen is not a matrix of integers, or there is no expert.
@@ -70,7 +70,7 @@ def why_not_triton(a: Route) -> str | None:
 
 
 def by_triton(a: Route) -> Results:
-    """Two kernels, whose order is that of the choices."""
+    """Two kernels. Rows of a group are in the order of the choices."""
     out = fake(a)
     kernels.route(out, *a)
     return out
@@ -92,5 +92,5 @@ expert_route = define(
 
 def routing(chosen: Tensor, experts: int) -> Routing:
     """The results of `expert_route` as one value."""
-    group_of, starts, ends, source, own, place = expert_route(chosen, experts)
-    return Routing(Groups(group_of, starts, ends), source, own, place)
+    group_of, starts, ends, source, row, place = expert_route(chosen, experts)
+    return Routing(Groups(group_of, starts, ends), source, row, place)

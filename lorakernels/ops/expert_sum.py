@@ -72,7 +72,7 @@ def by_triton(a: Sum) -> Tensor:
 
 
 class SumBackward(NamedTuple):
-    """dout is [T, N]; the others are as in `Sum`."""
+    """dout is [T, N]; the rest as in `Sum`."""
 
     dout: Tensor
     y: Tensor

@@ -58,7 +58,7 @@ from lorakernels.ops.hardware import (
     NO_BLOCKS,
     PLAIN,
     SEVERAL,
-    Place,
+    LayerOnGPU,
     gemm_by_cublaslt,
     gemm_by_kernel,
     gemm_in_blocks,
@@ -313,7 +313,7 @@ def add_branch(dx: Tensor, a: GradInput) -> Tensor:
     return dx.add_(branch.where(drawn_mask(dropout, *dx.shape), 0.0))
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     if place.blocks:
         return gemm_in_blocks(place, "a kernel behind Wᵀ's copy")
     if without_ours := gemm_without_ours(place):

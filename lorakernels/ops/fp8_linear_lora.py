@@ -2,7 +2,7 @@
 """y = x Wᵀ + bias + scaling · s Bᵀ + residual: a frozen linear layer with its adapter's second half.
 
 On Hopper csrc/ops/fp8_gemm runs, and on other GPUs with TMA kernels/triton/fp8_linear_lora.py. Both add every term to
-the product's fp32 sums in registers and round y once. Terms that are added one after the other each read and write all
+the product's fp32 sums in registers and round y once. Terms that are added one by one each read and write all
 of y: 4MN bytes in bf16, and a rounding.
 
 What neither kernel takes is multiplied by cuBLASLt: `torch._scaled_mm` with fast accumulation, as in Transformer
@@ -22,7 +22,7 @@ takes some sizes, and the rest is dequantized.
 Of J adapters in one batch (numerics/segments.py), each has its own M / J rows.
 
 B may hold the B_i of several projections on its diagonal, as ops/block_diagonal.py makes it. `side` then says where
-they are, and csrc's kernel leaves out most of what is multiplied by the zeros beside them. A non-finite s may leave no
+they are, and csrc's kernel skips most products with the zeros next to them. A non-finite s may leave no
 trace in the columns of other projections.
 """
 
@@ -54,7 +54,7 @@ from lorakernels.ops.hardware import (
     PLAIN,
     SEVERAL,
     TMA_CAPABILITY,
-    Place,
+    LayerOnGPU,
     gemm_by_cublaslt,
     gemm_by_kernel,
     gemm_in_blocks,
@@ -381,7 +381,7 @@ def with_terms(y: Tensor, a: Linear) -> Tensor:
     return y
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     if place.blocks:
         return gemm_in_blocks(place, "one kernel")
     if without_ours := gemm_without_ours(place):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dx = dy W_g + ds A_g of rows in groups: the gradient of what experts multiply.
+"""dx = dy W_g + ds A_g of rows in groups: the gradient of the input of experts.
 
-dx is [M, K]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a group are multiplied
-as they are.
+dx is [M, K]. Rows outside of all groups (`Groups.group_of`) are not written. Rows after the end of a group are
+multiplied as they are.
 
-csrc's kernel is the one of fp8_grad_input with W as it lies, whose row tiles take the matrices of their own group.
+csrc's kernel is the one of fp8_grad_input with W as it lies, with the matrices of each row tile's own group.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GroupedGradInput(NamedTuple):
 
 
 def reference(a: GroupedGradInput) -> Tensor:
-    """dx [M, K] in `out_dtype`, rounded once. The host reads whose rows are whose.
+    """dx [M, K] in `out_dtype`, rounded once. The host reads which rows each group has.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
@@ -51,11 +51,11 @@ def reference(a: GroupedGradInput) -> Tensor:
     check(a)
     ds = a.ds
     dx = fake(a).zero_()
-    for g, own in blocks(a.groups):
-        total = values(a.dy, g, own, a.fp8_dtype) @ values(a.weight, g, g)
+    for g, rows in blocks(a.groups):
+        total = values(a.dy, g, rows, a.fp8_dtype) @ values(a.weight, g, g)
         if ds is not None and a.lora_A is not None:
-            total += ds[own].float() @ a.lora_A[g].to(ds.dtype).float()
-        dx[own] = total.to(a.out_dtype)
+            total += ds[rows].float() @ a.lora_A[g].to(ds.dtype).float()
+        dx[rows] = total.to(a.out_dtype)
     return dx
 
 

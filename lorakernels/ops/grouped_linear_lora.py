@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """y = x W_gᵀ + scaling · s B_gᵀ of rows in groups: the frozen matrices of experts with their adapters' second half.
 
-y is [M, N]. Rows that are nobody's (`Groups.group_of`) are not written. Rows behind the end of a group are multiplied
-as they are.
+y is [M, N]. Rows outside of all groups (`Groups.group_of`) are not written. Rows after the end of a group are
+multiplied as they are.
 
-csrc's kernel is the one of fp8_linear_lora, whose row tiles take the matrices of their own group: one launch for all.
+csrc's kernel is the one of fp8_linear_lora, with the matrices of each row tile's own group: one launch for all.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.groups import GROUP_ROWS
 from lorakernels.ops import checks
 from lorakernels.ops.fp8_linear_lora import padded_factors
-from lorakernels.ops.hardware import Place, why_not_aligned, why_not_wgmma, why_not_wgmma_gemm
+from lorakernels.ops.hardware import LayerOnGPU, why_not_aligned, why_not_wgmma, why_not_wgmma_gemm
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import GroupedWeight, Groups, ProductSizes, Scaled, Tiles, Up, Weight
 
@@ -41,7 +41,7 @@ class GroupedLinear(NamedTuple):
 
 
 def reference(a: GroupedLinear) -> Tensor:
-    """y [M, N] in `out_dtype`, rounded once. The host reads whose rows are whose.
+    """y [M, N] in `out_dtype`, rounded once. The host reads which rows each group has.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
@@ -49,19 +49,19 @@ def reference(a: GroupedLinear) -> Tensor:
     check(a)
     x, weight, groups, up, out_dtype = a
     y = fake(a).zero_()
-    for g, own in blocks(groups):
-        total = values(x, g, own) @ values(weight, g, g).t()
+    for g, rows in blocks(groups):
+        total = values(x, g, rows) @ values(weight, g, g).t()
         if up is not None and up.s is not None:
             lora_B = up.lora_B[g].to(up.s.dtype).float()
-            total += up.scaling * (up.s[own].float() @ lora_B.t())
-        y[own] = total.to(out_dtype)
+            total += up.scaling * (up.s[rows].float() @ lora_B.t())
+        y[rows] = total.to(out_dtype)
     return y
 
 
 def blocks(groups: Groups) -> list[tuple[int, slice]]:
-    """(g, its 128 rows) of each block of rows that is somebody's."""
-    found = enumerate(groups.group_of.tolist())
-    return [(g, slice(i * GROUP_ROWS, (i + 1) * GROUP_ROWS)) for i, g in found if g >= 0]
+    """(g, its 128 rows) of each block of rows that belongs to a group."""
+    group_of = enumerate(groups.group_of.tolist())
+    return [(g, slice(i * GROUP_ROWS, (i + 1) * GROUP_ROWS)) for i, g in group_of if g >= 0]
 
 
 def values(of: Scaled | Weight, group: int, part: slice | int, fp8: torch.dtype = E4M3) -> Tensor:
@@ -129,7 +129,7 @@ def by_csrc(a: GroupedLinear) -> Tensor:
     return y
 
 
-def chosen_grouped_gemm(place: Place) -> tuple[str, str]:
+def chosen_grouped_gemm(place: LayerOnGPU) -> tuple[str, str]:
     """What doctor says of the products of rows in groups."""
     why_not = why_not_wgmma(place.capability)
     return ("torch", why_not) if why_not else ("csrc", "one kernel for all experts, bf16, any rank")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """dA_g = dsᵀ x of rows in groups: the gradient of the first halves of experts' adapters.
 
-dA is [G, R, K]. Rows behind the end of a group do not count. A program of the Triton kernel sums some columns of a
+dA is [G, R, K]. Rows after the end of a group do not count. A program of the Triton kernel sums some columns of a
 group's rows in their order, in fp32.
 """
 
@@ -38,8 +38,8 @@ def reference(a: GroupedGradA) -> Tensor:
     """
     check(a)
     dA = fake(a).zero_()
-    for g, own in spans(a.groups):
-        dA[g] = (a.ds[own].float().t() @ values(a.x, g, own)).to(a.out_dtype)
+    for g, rows in spans(a.groups):
+        dA[g] = (a.ds[rows].float().t() @ values(a.x, g, rows)).to(a.out_dtype)
     return dA
 
 

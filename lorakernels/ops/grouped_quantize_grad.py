@@ -2,7 +2,7 @@
 """dy8 = sat(dy · scale_g), ds = scaling · dy B_g, dB_g = scaling · dyᵀ s, of rows in groups: experts' output gradient.
 
 dy8 [M, N] is FP8 bytes, scale_inv fp32 [G], ds [M, R], dB [G, N, R]. A group's scale and amax are columns c + g of the
-FP8 state. Rows behind the end of a group count as zeros. Rows that are nobody's (`Groups.group_of`) are not written.
+FP8 state. Rows after the end of a group count as zeros. Rows outside of all groups (`Groups.group_of`) are not written.
 
 A program of the Triton kernel takes some columns of a group's rows and keeps their dB. It writes dy B_g of its columns
 in fp32, and PyTorch adds these over the programs. Every order of summation therefore depends on the shapes
@@ -38,7 +38,7 @@ class GroupedGrad(NamedTuple):
 
 
 def reference(a: GroupedGrad) -> Results:
-    """(dy8, scale_inv, ds, dB), a group after the other. ds and dB are empty without `up`, dB without its s.
+    """(dy8, scale_inv, ds, dB), group by group. ds and dB are empty without `up`, dB without its s.
 
     The scale_inv of a group whose fp16 dy holds inf or NaN is NaN (`scale_that_tells`).
 
@@ -49,16 +49,16 @@ def reference(a: GroupedGrad) -> Results:
     dy, groups, up, scaling, fp8_dtype = a
     state, column, delayed = scaling
     dy8, scale_inv, ds, dB = (t.zero_() for t in fake(a))
-    for g, own in spans(groups):
-        part = dy[own]
-        own_state = Scaling(state, column + g, delayed)
-        dy8[own], scale = quantize(part, own_state, fp8_dtype)
+    for g, rows in spans(groups):
+        part = dy[rows]
+        of_group = Scaling(state, column + g, delayed)
+        dy8[rows], scale = quantize(part, of_group, fp8_dtype)
         scale_inv[g : g + 1] = scale_that_tells(part, scale)
         if up is None:
             continue
-        ds[own] = (up.scaling * (part.float() @ up.lora_B[g].to(dy.dtype).float())).to(dy.dtype)
+        ds[rows] = (up.scaling * (part.float() @ up.lora_B[g].to(dy.dtype).float())).to(dy.dtype)
         if up.s is not None:
-            dB[g] = (up.scaling * (part.float().t() @ up.s[own].float())).to(dB.dtype)
+            dB[g] = (up.scaling * (part.float().t() @ up.s[rows].float())).to(dB.dtype)
     return dy8, scale_inv, ds, dB
 
 
@@ -92,7 +92,7 @@ def why_not_triton(a: GroupedGrad) -> str | None:
     """None if Triton's kernels take these tensors; otherwise the reason why not."""
     dy, up = a.dy, a.up
     if dy.dtype == torch.float16:
-        return "dy is torch.float16, whose inf and NaN a scale would have to tell"
+        return "dy is torch.float16, whose inf and NaN a scale would have to show"
     if up is None:
         return why_not_grouped_triton(None, dy=dy)
     return why_not_grouped_triton(up.lora_B.shape[2], dy=dy, lora_B=up.lora_B, s=up.s)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""x8 = sat(x · scale_g), s = x A_gᵀ, of rows in groups: what experts multiply, quantized, with their adapters' half.
+"""x8 = sat(x · scale_g), s = x A_gᵀ, of rows in groups: the quantized input of experts, with their adapters' half.
 
 x8 [M, K] is e4m3 bytes, scale_inv fp32 [G], s [M, R]. Row m of x8 and s is made from x[rows[m]], and is zeros where
-rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state. Rows that are nobody's (`Groups.group_of`)
-are not written.
+rows[m] is −1. A group's scale and amax are columns c + g of the FP8 state. Rows outside of all groups
+(`Groups.group_of`) are not written.
 
 One Triton kernel gathers, quantizes and multiplies. Another one takes the amax of groups without a scale before.
 """
@@ -20,7 +20,7 @@ from lorakernels.kernels.triton import grouped
 from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.numerics.groups import GROUP_ROWS, spans
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import Place, why_not_layer_capability
+from lorakernels.ops.hardware import LayerOnGPU, why_not_layer_capability
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Groups, Scaling
 
@@ -39,7 +39,7 @@ class GroupedDown(NamedTuple):
 
 
 def reference(a: GroupedDown) -> Results:
-    """(x8, scale_inv, s), a group after the other; the host reads where each begins. s is empty without lora_A.
+    """(x8, scale_inv, s), group by group; the host reads where each begins. s is empty without lora_A.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
@@ -48,11 +48,11 @@ def reference(a: GroupedDown) -> Results:
     x = a.x
     state, column, delayed = a.scaling
     x8, scale_inv, s = (t.zero_() for t in fake(a))
-    for g, own in spans(a.groups):
-        part = x[a.rows[own]]
-        x8[own], scale_inv[g : g + 1] = quantize(part, Scaling(state, column + g, delayed), E4M3)
+    for g, rows in spans(a.groups):
+        part = x[a.rows[rows]]
+        x8[rows], scale_inv[g : g + 1] = quantize(part, Scaling(state, column + g, delayed), E4M3)
         if a.lora_A is not None:
-            s[own] = (part.float() @ a.lora_A[g].to(x.dtype).float().t()).to(x.dtype)
+            s[rows] = (part.float() @ a.lora_A[g].to(x.dtype).float().t()).to(x.dtype)
     return x8, scale_inv, s
 
 
@@ -109,7 +109,7 @@ def by_triton(a: GroupedDown) -> Results:
     return out
 
 
-def chosen_grouped(place: Place) -> tuple[str, str]:
+def chosen_grouped(place: LayerOnGPU) -> tuple[str, str]:
     """What doctor says of the ops of rows in groups."""
     why_not = why_not_layer_capability(place.capability)
     note = f"experts in bf16 and fp16, rank ≤ {grouped.MOST_RANK}, from rows in multiples of {GROUP_ROWS}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a GPU's compute capability and a layer's sizes allow: the reasons that several ops share.
 
-A reason is a sentence for `lorakernels doctor` and `apply_lora`'s report; None means that nothing stands against it.
+A reason is a sentence for `lorakernels doctor` and `apply_lora`'s report; None means no objection.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NO_BLOCKS = "the scales are not of blocks"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Place(NamedTuple):
-    """Where an op is to run.
+class LayerOnGPU(NamedTuple):
+    """A layer, and the GPU that its ops are to run on.
 
     Attributes:
         capability: the GPU's compute capability, e.g. (9, 0).
@@ -119,8 +119,8 @@ def why_not_aligned(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def gemm_without_ours(place: Place) -> tuple[str, str] | None:
-    """What multiplies a base of `place` where no kernel of ours can, and why; None where one may."""
+def gemm_without_ours(place: LayerOnGPU) -> tuple[str, str] | None:
+    """The implementation that multiplies such a base where no kernel of ours can, and why; None where one may."""
     if not place.fp8:
         return "torch", PLAIN
     halves = (torch.bfloat16, torch.float16)
@@ -134,8 +134,8 @@ def gemm_without_ours(place: Place) -> tuple[str, str] | None:
     return None
 
 
-def gemm_in_blocks(place: Place, kernel: str) -> tuple[str, str]:
-    """What doctor says of a product in blocks, for which csrc has a `kernel`."""
+def gemm_in_blocks(place: LayerOnGPU, kernel: str) -> tuple[str, str]:
+    """The implementation of a product in blocks, and a note for doctor. `kernel` names csrc's."""
     n, k = place.sizes or (FP8_GEMM_MULTIPLE,) * 2
     if not why_not_wgmma_gemm(place.capability, n, k):
         return "csrc", f"{kernel} for bf16 and fp16, any rank{_needed(place)}"
@@ -144,17 +144,17 @@ def gemm_in_blocks(place: Place, kernel: str) -> tuple[str, str]:
     return "cublaslt", "torch._scaled_mm, M, N, K in multiples of 4, 16, 512"
 
 
-def gemm_by_kernel(place: Place, name: str, ranks: str) -> tuple[str, str]:
-    """What doctor says of a GEMM with the LoRA term in one kernel, which takes `ranks`."""
+def gemm_by_kernel(place: LayerOnGPU, name: str, ranks: str) -> tuple[str, str]:
+    """A GEMM kernel with the LoRA term, and a note for doctor. It takes `ranks`."""
     return name, f"one kernel for bf16 and fp16, {ranks}{_needed(place)}; else torch._scaled_mm"
 
 
-def gemm_by_cublaslt(place: Place, why_not: str) -> tuple[str, str]:
-    """What doctor says of a GEMM that cuBLASLt multiplies because of `why_not`."""
+def gemm_by_cublaslt(place: LayerOnGPU, why_not: str) -> tuple[str, str]:
+    """cuBLASLt, and a note for doctor why."""
     return "cublaslt", f"torch._scaled_mm{_needed(place)}: {why_not}"
 
 
-def _needed(place: Place) -> str:
+def _needed(place: LayerOnGPU) -> str:
     return "" if place.sizes else f", N, K in multiples of {FP8_GEMM_MULTIPLE}"
 
 
@@ -179,13 +179,13 @@ def why_not_layer_kernel(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def chosen_layer_kernel(note: str, place: Place) -> tuple[str, str]:
+def chosen_layer_kernel(note: str, place: LayerOnGPU) -> tuple[str, str]:
     """Triton's kernel with this `note`, or PyTorch with the reason why not."""
     why_not = why_not_layer_capability(place.capability)
     return ("torch", why_not) if why_not else ("triton", note)
 
 
-def chosen_csrc(note: str, place: Place) -> tuple[str, str]:
+def chosen_csrc(note: str, place: LayerOnGPU) -> tuple[str, str]:
     """csrc's kernel with this `note`, or PyTorch with the reason why not."""
     why_not = why_not_csrc(place.capability)
     return ("torch", why_not) if why_not else ("csrc", note)

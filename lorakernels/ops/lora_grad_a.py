@@ -29,7 +29,7 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.numerics.products import dequantized
 from lorakernels.numerics.segments import segments, sum_over_rows
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import FLOATS, SEVERAL, Place, why_not_batched
+from lorakernels.ops.hardware import FLOATS, SEVERAL, LayerOnGPU, why_not_batched
 from lorakernels.ops.register import Implementation, Op, define, empty
 from lorakernels.values import Dropout, RankSizes, Scaled
 
@@ -183,7 +183,7 @@ def by_torch(a: GradA) -> Tensor:
     return (dA if scale_inv is None else dA * scale_inv).to(out_dtype)
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     multiple = MULTIPLE[place.fp8]
     k = place.sizes[1] if place.sizes else multiple
     if why_not := why_not_sizes(place.capability, k, place.fp8):

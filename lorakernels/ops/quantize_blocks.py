@@ -24,7 +24,7 @@ from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
 from lorakernels.ops.register import Implementation, Op, define, empty
 
 
-class Blocks(NamedTuple):
+class QuantizeBlocks(NamedTuple):
     """x is [M, K] in fp32, bf16 or fp16, `fp8_dtype` e4m3 or e5m2. With `power_of_two`, scales are powers of two."""
 
     x: Tensor
@@ -32,7 +32,7 @@ class Blocks(NamedTuple):
     power_of_two: bool = False
 
 
-def reference(a: Blocks) -> tuple[Tensor, Tensor]:
+def reference(a: QuantizeBlocks) -> tuple[Tensor, Tensor]:
     """(x8, scale_inv) as `numerics.blocks.quantize_rows` defines them.
 
     Raises:
@@ -45,13 +45,13 @@ def reference(a: Blocks) -> tuple[Tensor, Tensor]:
     return data, scale_inv
 
 
-def fake(a: Blocks) -> tuple[Tensor, Tensor]:
+def fake(a: QuantizeBlocks) -> tuple[Tensor, Tensor]:
     rows, cols = a.x.shape
     scale_inv = empty(a.x, blocks_of(cols), rows, dtype=torch.float32)
     return empty(a.x, rows, cols, dtype=torch.uint8), scale_inv
 
 
-def check(a: Blocks) -> None:
+def check(a: QuantizeBlocks) -> None:
     """ValueError unless x is a matrix; TypeError unless it is of a dtype that is computed in, and FP8 e4m3 or e5m2."""
     checks.matrix("x", a.x)
     checks.floats("x", a.x)
@@ -59,12 +59,12 @@ def check(a: Blocks) -> None:
         raise TypeError(f"fp8_dtype must be float8_e4m3fn or float8_e5m2, found {a.fp8_dtype}")
 
 
-def why_not_triton(a: Blocks) -> str | None:
+def why_not_triton(a: QuantizeBlocks) -> str | None:
     """None if Triton's kernel takes x; otherwise the reason why not."""
     return why_not_layer_kernel(x=a.x)
 
 
-def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
+def by_triton(a: QuantizeBlocks) -> tuple[Tensor, Tensor]:
     """One kernel; the reference's bits."""
     data, scale_inv = fake(a)
     launch(a.x, data, scale_inv, a.fp8_dtype, a.power_of_two)
@@ -74,7 +74,7 @@ def by_triton(a: Blocks) -> tuple[Tensor, Tensor]:
 quantize_blocks = define(
     Op(
         "quantize_blocks",
-        Blocks,
+        QuantizeBlocks,
         reference,
         fake,
         check,

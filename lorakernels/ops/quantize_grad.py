@@ -15,7 +15,7 @@ Several projections of one x have their dy side by side in dy [M, ΣN]:
 
     ds_i = scaling · dy_i B_i      dB_i = scaling · dy_iᵀ s_i
 
-B and dB are [ΣN, R], one projection below the other. s and ds are [M, ΣR], side by side. Each R_i is R, or 0 without an
+B and dB are [ΣN, R], the projections stacked. s and ds are [M, ΣR], side by side. Each R_i is R, or 0 without an
 adapter; then B_i is not read and dB_i is 0.
 
 The adapters of one batch (numerics/segments.py) are not taken side by side.
@@ -49,7 +49,7 @@ from lorakernels.ops import checks
 from lorakernels.ops.hardware import (
     FLOATS,
     SEVERAL,
-    Place,
+    LayerOnGPU,
     why_not_batched,
     why_not_wgmma,
     why_not_wgmma_gemm,
@@ -95,13 +95,13 @@ def reference(a: Grad) -> Results:
     The scale_inv of an fp16 dy that holds inf or NaN is NaN (`scale_that_tells`).
 
     Raises:
-        ValueError: `side` does not fit dy and `up`; a scaling is given beside `power_of_two`; the slot does not fit.
+        ValueError: `side` does not fit dy and `up`; a scaling is given with `power_of_two`; the slot does not fit.
     """
     check(a)
     dy, up, scaling, fp8_dtype, side, power_of_two, dropout, cols = a
     dropped = _no_bits(dy) if dropout is None else dropped_bits(drawn_mask(dropout, len(dy), cols))
     dy8, scale_inv = quantize_by(dy, scaling, fp8_dtype, power_of_two)
-    if power_of_two is None:  # else each block tells by itself
+    if power_of_two is None:  # else each block shows it by itself
         scale_inv = scale_that_tells(dy, scale_inv)
     if up is None:
         return dy8, scale_inv, dy.new_empty(0), dy.new_empty(0), dropped
@@ -180,7 +180,7 @@ def why_not_csrc_kernel(a: Grad) -> str | None:
 def _why_not_drawn(up: Up | None, dropout: Dropout) -> str | None:
     rank = 0 if up is None else up.lora_B.shape[1]
     if not 0 < rank <= MAX_DRAWN_RANK:
-        return f"rank {rank} is not in 1 to {MAX_DRAWN_RANK}, for which csrc draws a mask beside"
+        return f"rank {rank} is not in 1 to {MAX_DRAWN_RANK}, for which csrc draws a mask as well"
     if not drawn_by_csrc(dropout):
         return f"csrc draws no mask of p = {dropout.p} at col0 = {dropout.col0}"
     return None
@@ -194,7 +194,7 @@ def why_not_mask_apart(a: Grad) -> str | None:
 
 
 def why_not_csrc_operands(dy: Tensor, up: Up | None, side: SideBySide | None = None) -> str | None:
-    """As `why_not_csrc_kernel`, of what it depends on."""
+    """As `why_not_csrc_kernel`, from the facts that it depends on."""
     if why_not := why_not_wgmma(capability_of(dy.device)):
         return why_not
     if dy.dtype not in (torch.bfloat16, torch.float16):
@@ -374,7 +374,7 @@ def _grad_b_by_torch(dy: Tensor, up: Up, side: SideBySide | None) -> Tensor:
     return dB
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     if why_not := why_not_wgmma(place.capability):
         return "torch", why_not
     if place.sizes and place.sizes[0] % MULTIPLE:

@@ -28,7 +28,7 @@ from lorakernels.numerics.dropout import masked
 from lorakernels.numerics.fp8 import E4M3, quantize
 from lorakernels.numerics.segments import adapters_of, check_segments, rows_times
 from lorakernels.ops import checks
-from lorakernels.ops.hardware import SEVERAL, Place, why_not_batched
+from lorakernels.ops.hardware import SEVERAL, LayerOnGPU, why_not_batched
 from lorakernels.ops.quantize_blocks import quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Dropout, RankSizes, Scaling
@@ -57,7 +57,7 @@ def reference(a: Down) -> Results:
     """(x8 [M, K], scale_inv fp32 [1], s [M, R]). x8 and scale_inv are empty without a scaling, s without lora_A.
 
     Raises:
-        ValueError: the slot does not fit, or a scaling is given beside `power_of_two`.
+        ValueError: the slot does not fit, or a scaling is given with `power_of_two`.
     """
     check(a)
     x, lora_A, scaling, dropout, power_of_two = a
@@ -135,7 +135,7 @@ def by_csrc(a: Down) -> Results:
     quantizes = scaling is not None or in_blocks
     x8, scale_inv = fake_quantized(x, scaling, power_of_two)
     s = x.new_empty(0 if lora_A is None else (rows, rank))
-    if x.numel() == 0:  # no kernel runs; the scale that the others use
+    if x.numel() == 0:  # no kernel runs; the scale that all implementations use
         if scaling is not None:
             scale_inv = quantize(x, scaling, E4M3)[1]
         return x8, scale_inv, s.zero_()
@@ -193,7 +193,7 @@ def by_torch(a: Down) -> Results:
     return x8, scale_inv, rows_times(xd, lora_A.to(x.dtype).mT, factor)
 
 
-def chosen(place: Place) -> tuple[str, str]:
+def chosen(place: LayerOnGPU) -> tuple[str, str]:
     if why_not := _why_not_sizes(place.capability, place.sizes[1] if place.sizes else MULTIPLE):
         return "torch", why_not
     needs_k = "" if place.sizes else f", K a multiple of {MULTIPLE}"

@@ -3,9 +3,9 @@
 
 An op's arguments are written once, as the fields of a NamedTuple. A call of the op has them for its parameters, and
 each of the op's functions takes such a tuple. Fields are values (values.py); the schema is flat, as torch.library wants
-it. `define` makes two small functions of both: one takes the values apart for torch's dispatcher, the other makes the
-tuple behind it. A value's part goes by the name that the schema has for it: `data` of a field x is "x", `scale_inv` is
-"x_scale_inv", and any other part goes by its own name. A part that the schema lacks is not passed on.
+it. `define` makes two small functions of both: one takes the values apart for torch's dispatcher, the other puts the
+tuple together again. A value's part has its schema's name: `data` of a field x is "x", `scale_inv` "x_scale_inv", and
+any other part goes by its own name. A part that the schema lacks is not passed on.
 
 Integers and flags choose code, floats are run-time values; an FP8 state is passed whole, with the column to use.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from lorakernels.numerics.blocks import blocks_of
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.values import Dropout, Groups, Scaled, Scaling, SideBySide, Up, Weight
 
 P = ParamSpec("P")
@@ -58,11 +58,11 @@ class Op(Generic[P, A, R]):
 
     Attributes:
         name: as torch.library knows it.
-        arguments: a NamedTuple of what the op is called with, which the functions below take.
+        arguments: a NamedTuple of the op's arguments, which the functions below take.
         reference: the op in plain PyTorch: the truth for tests, the CPU's implementation.
         fake: the results' shapes and dtypes, for compile and export.
         check: TypeError or ValueError for arguments that no implementation takes.
-        implementations: on CUDA the first runs whose `why_not` has no objection.
+        implementations: on CUDA the first one without an objection (`why_not`) runs.
         chosen: which implementation a GPU and a layer's sizes get, and why; None for an op that goes with another one.
         run: the op on CUDA tensors, without the dispatcher; called as the op is.
         run_flat: `run`, with the arguments of the schema.
@@ -74,7 +74,7 @@ class Op(Generic[P, A, R]):
     fake: Callable[[A], R]
     check: Callable[[A], None]
     implementations: tuple[Implementation[A, R], ...]
-    chosen: Callable[[Place], tuple[str, str]] | None = None
+    chosen: Callable[[LayerOnGPU], tuple[str, str]] | None = None
     run: Callable[P, R] = field(init=False, repr=False)
     run_flat: Callable[..., R] = field(init=False, repr=False)
     _call: Callable[P, R] = field(init=False, repr=False)
@@ -114,8 +114,8 @@ def define(
     """Register `op` under the flat `schema`, "(Tensor x, …) -> …".
 
     Args:
-        guard: wraps what runs on both devices.
-        names: {part of a value: the schema's name for it} where that is not the part's own.
+        guard: wraps the function that runs, on both devices.
+        names: {part of a value: the schema's name for it} where the two differ.
     """
     names = names or {}
     _LIBRARY.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -127,13 +127,15 @@ def define(
     parameters = signature.parameters.values()
     called = [_named(p.name, p.default, p.default is not p.empty) for p in parameters]
     defaulted = [_named(a.name, a.default_value, a.has_default_value()) for a in arguments]
-    known = {kind.__name__: kind for kind in _VALUES} | {"Arguments": op.arguments}
+    types_of = {kind.__name__: kind for kind in _VALUES} | {"Arguments": op.arguments}
 
     def behind(run: Callable[[A], R]) -> Callable[..., R]:
         """`run` as a function of the flat arguments."""
-        return _function(defaulted, _tuple("Arguments", _together(fields, flat, names)), run, known)
+        return _function(
+            defaulted, _tuple("Arguments", _together(fields, flat, names)), run, types_of
+        )
 
-    op.run = _function(called, _tuple("Arguments", list(signature.parameters)), op._run, known)
+    op.run = _function(called, _tuple("Arguments", list(signature.parameters)), op._run, types_of)
     op.run_flat = behind(guard(op._run))
     for device_type, flat_run in (("cpu", behind(guard(op.reference))), ("cuda", op.run_flat)):
         implementation = _disable_dynamo(_without_autocast(flat_run, device_type))
@@ -141,14 +143,14 @@ def define(
     torch.library.register_fake(f"lorakernels::{op.name}", behind(op.fake), lib=_LIBRARY)
     _LIBRARY.impl(op.name, _undifferentiable(overload), "Autograd", with_keyset=True)
     op.__signature__ = signature  # inspect.signature and editors show it
-    op._call = _function(called, ", ".join(_apart(fields, flat, names)), overload, known)
+    op._call = _function(called, ", ".join(_apart(fields, flat, names)), overload, types_of)
     op._call.__qualname__ = op.name  # Python's errors about arguments show it
     OPS[op.name] = op
     return op
 
 
 def _signature(op: Op[P, A, R]) -> inspect.Signature:
-    """How the op is called: its arguments' fields, and what the reference returns."""
+    """The op's signature: its arguments' fields, and the type that the reference returns."""
     hints = typing.get_type_hints(op.arguments)
     parameters = [
         p.replace(annotation=hints[p.name])
@@ -167,15 +169,15 @@ def _tuple(kind: str, entries: list[str]) -> str:
 
 
 def _function(
-    parameters: list[str], arguments: str, target: Callable[..., R], known: dict[str, Any]
+    parameters: list[str], arguments: str, target: Callable[..., R], types_of: dict[str, Any]
 ) -> Callable[..., R]:
-    """`lambda parameters: target(arguments)`, where `known` types may be named.
+    """`lambda parameters: target(arguments)`, which may name the types in `types_of`, {name: type}.
 
     It is compiled from text: a loop over the arguments costs each call several times as much. torch.compile also traces
     such a function without a guard on every name in it.
     """
     source = f"lambda {', '.join(parameters)}: target({arguments})"
-    return eval(source, {"target": target, "new": tuple.__new__, **known})
+    return eval(source, {"target": target, "new": tuple.__new__, **types_of})
 
 
 class _Field(NamedTuple):
@@ -187,12 +189,12 @@ class _Field(NamedTuple):
 
 
 def _fields(arguments: Any) -> list[_Field]:
-    found = []
+    fields = []
     for name, hint in typing.get_type_hints(arguments).items():
         kinds = _kinds(hint)
         value = next((kind for kind in kinds if hasattr(kind, "_fields")), None)
-        found.append(_Field(name, value, type(None) in kinds))
-    return found
+        fields.append(_Field(name, value, type(None) in kinds))
+    return fields
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
@@ -207,43 +209,43 @@ def _flat_name(argument: str, part: str, names: dict[str, str]) -> str:
 
 def _apart(fields: list[_Field], flat: list[str], names: dict[str, str]) -> list[str]:
     """For each flat argument the expression that takes it out of the op's arguments."""
-    found = {}
+    expressions = {}
     for argument, kind, optional in fields:
         if kind is None:
-            found[argument] = argument
+            expressions[argument] = argument
             continue
         absent = _ABSENT[kind] if optional else (None,) * len(kind._fields)
         for part, value in zip(kind._fields, absent, strict=True):
             taken = f"{argument}.{part}"
-            given = f"({value!r} if {argument} is None else {taken})" if optional else taken
-            found[_flat_name(argument, part, names)] = given
-    return [found[name] for name in flat]
+            or_absent = f"({value!r} if {argument} is None else {taken})" if optional else taken
+            expressions[_flat_name(argument, part, names)] = or_absent
+    return [expressions[name] for name in flat]
 
 
 def _together(fields: list[_Field], flat: list[str], names: dict[str, str]) -> list[str]:
     """For each of the op's arguments the expression that makes it of the flat ones."""
-    found = []
+    expressions = []
     for argument, kind, optional in fields:
         if kind is None:
-            found.append(argument)
+            expressions.append(argument)
             continue
-        known = {part: _flat_name(argument, part, names) for part in kind._fields}
+        name_of = {part: _flat_name(argument, part, names) for part in kind._fields}
         parts = []
-        for part, name in known.items():
+        for part, name in name_of.items():
             default = kind._field_defaults.get(part)
             as_it_is = f"tuple({name})" if default == () else name  # torch makes lists
             parts.append(as_it_is if name in flat else repr(default))
         made = _tuple(kind.__name__, parts)
-        found.append(f"(None if {_is_absent(kind, known)} else {made})" if optional else made)
-    return found
+        absent = _is_absent(kind, [*name_of.values()])
+        expressions.append(f"(None if {absent} else {made})" if optional else made)
+    return expressions
 
 
-def _is_absent(kind: type, known: dict[str, str]) -> str:
-    """What is true of the flat arguments where an optional value is None: its first field is, or all lists are empty.
+def _is_absent(kind: type, names: list[str]) -> str:
+    """The expression that is true where an optional value is None: its first part is None, or all its lists are empty.
 
     One list without the other makes a SideBySide, so that the op's check can refuse it.
     """
-    names = [*known.values()]
     return f"not ({' or '.join(names)})" if kind is SideBySide else f"{names[0]} is None"
 
 
@@ -295,7 +297,7 @@ def _short(
 ) -> Callable[..., Any]:
     """An Autograd kernel that calls `fn` itself if the dispatcher would call only the device's kernel. Else `general`.
 
-    Calls from compiled code are of this kind. The dispatcher takes more of the host's time than `fn` by a plan.
+    Calls from compiled code are of this kind. The dispatcher takes more of the host's time than a recorded `fn`.
     """
     device_type = key.name.lower()
     ends_there: dict[int, bool] = {}
@@ -317,7 +319,7 @@ def _short(
 
 
 def _undifferentiable(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """What stands in for a gradient. torch.library.custom_op does the same in several times the host's time
+    """A kernel that refuses a gradient. torch.library.custom_op does the same in several times the host's time
     (docs/facts.md, T1)."""
     mutated = [
         (i, argument.name)

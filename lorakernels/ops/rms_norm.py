@@ -7,17 +7,17 @@
 
 normed and dx are [M, K] of x's dtype, dweight is fp32 [K], x8 [M, K] e4m3 bytes. The arithmetic is fp32's, with one
 rounding when a result is stored. Forward also rounds h before it multiplies by the weight, as Transformers'
-LlamaRMSNorm does. What is quantized is normed as stored, kept or not.
+LlamaRMSNorm does. The quantized values are those of normed as stored, kept or not.
 
-Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and writes what is asked for. In bf16 that is 3MK
-bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes the
-amax where the state has no scale yet, and in evaluation.
+Forward is one kernel (kernels/triton/rms_norm.py), which reads x once and writes the requested results. In bf16 that is
+3MK bytes for x8 alone and 5MK with normed; a norm and a quantization after it move 7MK. A second kernel in front takes
+the amax where the state has no scale yet, and in evaluation.
 
-A row's blocks of 128 have scales of their own, where they are asked for, in the same read. A block's columns are in one
-warp, which finds their amax by itself.
+On request a row's blocks of 128 get scales of their own in the same read. A block's columns are in one warp, which
+finds their amax by itself.
 
-The kernel is compiled anew for each choice of what is stored (`keep`, a scaling). Between two such kernels a row's sum
-may differ in the last bit, and so may rstd and normed. Equal arguments give equal bits, as in a checkpoint's
+The kernel is compiled for each choice of stored results (`keep`, a scaling). Between two such kernels a row's sum may
+differ in the last bit, and so may rstd and normed. Equal arguments give equal bits, as in a checkpoint's
 recomputation.
 
 Backward is one kernel, which reads dnormed, x and dresidual once and writes dx: 8MK bytes in bf16. dweight, where the
@@ -173,11 +173,11 @@ def check_backward(a: NormBackward) -> None:
 
 
 def _check_like_x(name: str, tensor: Tensor, x: Tensor) -> None:
-    found = (tuple(tensor.shape), tensor.dtype, tensor.device)
-    if found != (tuple(x.shape), x.dtype, x.device):
+    form = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    if form != (tuple(x.shape), x.dtype, x.device):
         raise ValueError(
             f"{name} must be like x, {tuple(x.shape)} {x.dtype} on {x.device}, "
-            f"found {found[0]} {found[1]} on {found[2]}"
+            f"found {form[0]} {form[1]} on {form[2]}"
         )
 
 

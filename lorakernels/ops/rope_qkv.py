@@ -9,7 +9,8 @@ dqkv is [M, (H + 2 Hk) D]. The arithmetic is fp32's, with one rounding when a re
 Each way is one kernel (kernels/triton/rope_qkv.py). Forward turns q and k in place and moves 4M(H + Hk)D bytes in bf16.
 Backward gathers what attention's backward left, turns q and k back and multiplies by the ratios of the weights' scales.
 It moves 4M(H + 2 Hk)D bytes; a transposition, a rotation, a concatenation and a product apart move four times that.
-With the bytes of dqkv in blocks of 128 beside it, it moves M(H + 2 Hk)D bytes more, and a pass apart three times these.
+If it also writes the bytes of dqkv in blocks of 128, it moves M(H + 2 Hk)D bytes more. A pass apart moves three times
+these.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lorakernels.numerics.blocks import quantize_rows
 from lorakernels.numerics.fp8 import FP8_MAX
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.quantize_blocks import Blocks
+from lorakernels.ops.quantize_blocks import QuantizeBlocks
 from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 
@@ -276,7 +277,7 @@ def by_triton_quantize(a: RopeBackwardQuantize) -> tuple[Tensor, Tensor, Tensor]
         if rope_qkv.has_whole_blocks(dim, heads, a.dk.shape[1]):
             return rope_qkv.rope_qkv_backward_quantize(*a)
         dqkv = rope_qkv.rope_qkv_backward(*_alone(a))
-    return dqkv, *quantize_blocks(Blocks(dqkv, a.fp8_dtype, a.power_of_two))
+    return dqkv, *quantize_blocks(QuantizeBlocks(dqkv, a.fp8_dtype, a.power_of_two))
 
 
 rope_qkv_backward_quantize = define(

@@ -7,14 +7,14 @@
 
 gate_up = gate | up and dgate_up are [M, 2F], act and dact [M, F]. a8 [M, F] is e4m3 bytes, d8 [M, 2F] bytes, m fp32
 [2]. gate_up is in bf16, fp16 or fp32, or in e4m3 with scales of its own (numerics/gate_up.py). The arithmetic is
-fp32's, with one rounding when a result is stored. What is quantized is the result as stored, whether it is kept or
+fp32's, with one rounding when a result is stored. The quantized values are those of the result as stored, kept or
 not.
 
-Each way is one kernel (kernels/triton/swiglu.py), which reads its operands once and writes what is asked for. Forward
-in bf16 moves 5MF bytes for a8 alone, 7MF with gate_up's own bytes beside it and 3MF from such bytes. An activation, a
-product and a quantization apart move 13MF. Backward moves 8MF bytes for d8 alone, 6MF from bytes. A second kernel in
-front takes the amax where the state has no scale yet, and in evaluation. Blocks of 128 get
-their scales in the same pass. Blocks of the gradient need a pass of their own unless F is a multiple of 128.
+Each way is one kernel (kernels/triton/swiglu.py), which reads its operands once and writes the requested results.
+Forward in bf16 moves 5MF bytes for a8 alone, 7MF with gate_up's own bytes as well and 3MF from such bytes. An
+activation, a product and a quantization apart move 13MF. Backward moves 8MF bytes for d8 alone, 6MF from bytes. A
+second kernel in front takes the amax where the state has no scale yet, and in evaluation. Blocks of 128 get their
+scales in the same pass. Blocks of the gradient need a pass of their own unless F is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lorakernels.numerics.fp8 import E4M3, scale_that_tells
 from lorakernels.numerics.gate_up import halves, packed, packed_scales
 from lorakernels.ops import checks
 from lorakernels.ops.hardware import FLOATS, chosen_layer_kernel, why_not_layer_kernel
-from lorakernels.ops.quantize_blocks import Blocks
+from lorakernels.ops.quantize_blocks import QuantizeBlocks
 from lorakernels.ops.quantize_blocks import by_triton as quantize_blocks
 from lorakernels.ops.register import Implementation, Op, define, empty, fake_quantized
 from lorakernels.values import Scaled, Scaling
@@ -159,7 +159,7 @@ swiglu_quantize = define(
 
 
 class SwigluAndPack(NamedTuple):
-    """gate_up is [M, 2F], plain; the others are as in `Swiglu`."""
+    """gate_up is [M, 2F], plain; the rest as in `Swiglu`."""
 
     gate_up: Tensor
     scaling: Scaling | None
@@ -170,7 +170,7 @@ class SwigluAndPack(NamedTuple):
 def reference_and_pack(a: SwigluAndPack) -> Packed:
     """What `swiglu_quantize` returns of a plain gate_up, and gate_up in e4m3: bytes [M, 2F] and their scale_inv.
 
-    scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and those of up.
+    scale_inv is fp32 [M, ⌈F / 256⌉]: one for 256 columns of a row of gate and of up.
 
     Raises:
         TypeError, ValueError: a dtype, shape or device does not fit.
@@ -255,7 +255,7 @@ def reference_grad(a: SwigluGrad) -> Results:
     dup = wide * (gate * sigmoid)
     dgate_up = torch.cat((dgate * a.multiplier[0], dup * a.multiplier[1]), 1).to(dact.dtype)
     d8, scale_inv = quantize_by(dgate_up, a.scaling, a.fp8_dtype, a.power_of_two)
-    if a.power_of_two is None:  # else each block tells by itself
+    if a.power_of_two is None:  # else each block shows it by itself
         scale_inv = scale_that_tells(dgate_up, scale_inv)
     return dgate_up if a.keep else dact.new_empty(0), d8, scale_inv
 
@@ -303,7 +303,7 @@ def by_triton_grad(a: SwigluGrad) -> Results:
         if not across:
             return swiglu.swiglu_quantize_grad(*a)
         d, *_ = swiglu.swiglu_quantize_grad(*a._replace(keep=True, power_of_two=None))
-    blocks = Blocks(d, a.fp8_dtype, bool(power_of_two))
+    blocks = QuantizeBlocks(d, a.fp8_dtype, bool(power_of_two))
     return d if a.keep else dact.new_empty(0), *quantize_blocks(blocks)
 
 

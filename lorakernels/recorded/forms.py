@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether tensors are like others in all that a plan depends on, asked in one call."""
+"""Whether tensors are like earlier ones in all that a recording depends on, in one call."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ _Guards = _guards()
 
 
 def sees_dispatch_keys() -> bool:
-    """Whether what `forms_of` gives also tells calls apart by the dispatch keys that are on."""
+    """Whether a function of `forms_of` also compares the dispatch keys that are on."""
     return _Guards is not None
 
 
-def forms_of(given: Sequence[Tensor]) -> Callable[..., bool]:
+def forms_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function of as many tensors: whether each has the class, dtype, device, shape, strides and `requires_grad` of
-    its counterpart in `given`. It keeps none of these tensors.
+    its counterpart in `tensors`. It keeps none of these tensors.
 
-    Dynamo's function also asks which dispatch keys are on, as under inference mode. It takes a tenth of the time of
-    asking from Python.
+    Dynamo's function also compares which dispatch keys are on, as under inference mode. It takes a tenth of the time of
+    a comparison in Python.
     """
     if _Guards is not None:
         check: Callable[..., bool] = _Guards(
-            *given, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
         return check
-    forms = [_form(tensor) for tensor in given]
-    return lambda *found: [_form(tensor) for tensor in found] == forms
+    forms = [_form(tensor) for tensor in tensors]
+    return lambda *others: [_form(tensor) for tensor in others] == forms
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

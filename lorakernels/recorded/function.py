@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of ops by a plan, outside of autograd."""
+"""A recorded function of ops, outside of autograd."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import torch
 from torch import Tensor
 
 from lorakernels.recorded.node import Operands
-from lorakernels.recorded.plan import Kept, finish
-from lorakernels.recorded.stand_in import NotPlanned, Recording
+from lorakernels.recorded.recording import KeptBlock, finish
+from lorakernels.recorded.stand_in import NotRecorded, Recorder
 
 
-class FunctionPlan:
-    """The plan of `function` for operands of certain shapes; which returns a tuple of new tensors."""
+class RecordedFunction:
+    """The recording of `function`, which returns a tuple of new tensors, for operands of certain shapes."""
 
     def __init__(
         self,
         function: Callable[..., tuple[Any, ...]],
         device: torch.device,
-        operands: Callable[[Recording], Operands],
+        operands: Callable[[Recorder], Operands],
     ) -> None:
-        """Raises NotPlanned: the function does something that cannot be recorded."""
-        with torch.cuda.device(device), Recording(device) as recording, torch.no_grad():
-            given, arguments, *_ = operands(recording)
+        """Raises NotRecorded: the function does something that cannot be recorded."""
+        with torch.cuda.device(device), Recorder(device) as recorder, torch.no_grad():
+            stand_ins, arguments, *_ = operands(recorder)
             returned = function(*arguments)
-        self._plan = finish(recording, given, returned, Kept({}, 0), is_new=True)
-        if any([isinstance(output, int) for output in self._plan.outputs]):
-            raise NotPlanned("a given tensor that is returned")
+        self._recording = finish(recorder, stand_ins, returned, KeptBlock({}, 0), is_new=True)
+        if any([isinstance(output, int) for output in self._recording.outputs]):
+            raise NotRecorded("an operand as a result")
 
     def run(
-        self, given: Iterable[Tensor | int], sites: tuple[int, ...]
+        self, addresses: Iterable[Tensor | int], sites: tuple[int, ...]
     ) -> tuple[Tensor | None, ...] | None:
         """What the function returns, or None where an address is not aligned as the kernels need it.
 
         Args:
-            given, sites: as of `Plan.run`.
+            addresses, sites: as of `Recording.run`.
         """
-        results = self._plan.run(given, sites)
-        return None if results is None else tuple(self._plan.returned(results, ()))
+        results = self._recording.run(addresses, sites)
+        return None if results is None else tuple(self._recording.returned(results, ()))

@@ -13,11 +13,11 @@ from torch.autograd import function
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`backward(ctx, *grads)`, whose results raise RuntimeError where they are differentiated.
+    """`backward(ctx, *grads)` with results that raise RuntimeError when they are differentiated.
 
     torch's own raises only if an incoming gradient requires grad. Under `create_graph=True` a constant one, such as
-    that of a loss, would give constants. But dx depends on A, B and x, so that a penalty on it would train nothing.
-    As with torch's, a call that names its inputs, as `backward(inputs=…)`, finds no way to them. It does not raise.
+    a loss's, would give constants. But dx depends on A, B and x, so that a penalty on it would train nothing. As with
+    torch's own, a call that names its inputs, as `backward(inputs=…)`, does not reach them. It does not raise.
     """
     once = function.once_differentiable(backward)
 

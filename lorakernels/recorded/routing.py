@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a call may go by a plan, and not through torch's dispatcher."""
+"""Whether a call may be recorded, and so bypass torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _allowed = True
 _lacking: list[str] = []
 
 
-def _asked(name: str) -> Any:
+def _of_torch(name: str) -> Any:
     """A function of torch._C by its path; None, and noted in `_lacking`, where this torch has none."""
-    found: Any = torch._C
+    function: Any = torch._C
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
+        function = getattr(function, part, None)
+    if function is None:
         _lacking.append(f"torch._C.{name}")
-    return found
+    return function
 
 
-# What is true of a call that somebody watches or changes. Where this torch lacks a name, no call may go by a plan.
-_dispatches = _asked("_len_torch_dispatch_stack")
-_functions = _asked("_len_torch_function_stack")
-_transforms = _asked("_are_functorch_transforms_active")
-_traces = _asked("_get_tracing_state")
-_profiles = _asked("_autograd._profiler_enabled")
-_hooks = _asked("_autograd._top_saved_tensors_default_hooks")
+# Each says whether something watches or changes calls. Where this torch lacks one of them, no call is recorded.
+_dispatches = _of_torch("_len_torch_dispatch_stack")
+_functions = _of_torch("_len_torch_function_stack")
+_transforms = _of_torch("_are_functorch_transforms_active")
+_traces = _of_torch("_get_tracing_state")
+_profiles = _of_torch("_autograd._profiler_enabled")
+_hooks = _of_torch("_autograd._top_saved_tensors_default_hooks")
 _is_compiling = torch.compiler.is_compiling
 _EVAL_FRAME = torch._C._dynamo.eval_frame
 # Why the ops ran, for reports.
@@ -45,16 +45,16 @@ OVER_RANKS = "split over ranks"
 
 
 def counted(ways: Iterable[str]) -> str:
-    """How forwards ran, in words for a report: each of `ways` is "" by plans, or else why by the ops."""
-    found = Counter(ways)
-    if not found:
+    """How forwards ran, in words for a report: each of `ways` is "" if recorded, or else why by the ops."""
+    counts = Counter(ways)
+    if not counts:
         return "none yet"
-    planned = [f"{found.pop('')} by plans"] if "" in found else []
-    return ", ".join([*planned, *(f"{n} by the ops ({why})" for why, n in found.items())])
+    recorded = [f"{counts.pop('')} recorded"] if "" in counts else []
+    return ", ".join([*recorded, *(f"{n} by the ops ({why})" for why, n in counts.items())])
 
 
 def are_allowed() -> bool:
-    """Whether plans are used at all (`without_plans`)."""
+    """Whether calls are recorded at all (`without_recordings`)."""
     return _allowed
 
 
@@ -81,16 +81,16 @@ def _only_default_device() -> bool:
 
 
 def put_ahead(op: Any, call: Callable[[Callable[..., Any], tuple[Any, ...], Any], Any]) -> None:
-    """Let calls of the overload `op` without gradients, that nobody watches, be `call(general, args, kwargs)`.
+    """Make plain calls of the overload `op` without gradients run `call(general, args, kwargs)`.
 
-    `general(*args, **kwargs)` is what the overload does. Torch's dispatcher takes more of the host's time than most
-    ops of a compiled layer. Nothing is changed where this torch lacks a name.
+    `general(*args, **kwargs)` does what the overload did before. Torch's dispatcher takes more of the host's time
+    than most ops of a compiled layer. Nothing is changed where this torch lacks a name.
     """
     if not hasattr(op, "_op") or not hasattr(_EVAL_FRAME, "get_eval_frame_callback"):
         return
     general = op._op
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def put(*args: Any, **kwargs: Any) -> Any:
         if (
             torch.is_grad_enabled()
             or not is_plain()
@@ -99,19 +99,19 @@ def put_ahead(op: Any, call: Callable[[Callable[..., Any], tuple[Any, ...], Any]
             return general(*args, **kwargs)
         return call(general, args, kwargs)
 
-    op._op = asked
+    op._op = put
 
 
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether these are tensors of torch's own type, without gaps, on one device."""
-    there = [t for t in tensors if t is not None]
-    plain = all([type(t) in PLAIN and t.is_contiguous() for t in there])
-    return plain and len({t.device for t in there}) < 2
+    present = [t for t in tensors if t is not None]
+    plain = all([type(t) in PLAIN and t.is_contiguous() for t in present])
+    return plain and len({t.device for t in present}) < 2
 
 
 @contextmanager
-def without_plans() -> Iterator[None]:
-    """Everything goes through the ops, for tests that compare."""
+def without_recordings() -> Iterator[None]:
+    """All calls run by the ops, for tests that compare."""
     global _allowed
     before, _allowed = _allowed, False
     try:

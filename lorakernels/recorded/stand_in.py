@@ -4,7 +4,7 @@
 A `StandIn` has a tensor's shape, strides, dtype and device. Its address stands for a place: csrc's LaunchList writes
 launches down with such addresses and replaces them at each run. The functions that launch an op's
 kernels need nothing else of a tensor. Our ops run their CUDA implementation; everything else of torch that would
-compute raises `NotPlanned`.
+compute raises `NotRecorded`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lorakernels.ops.register import OPS
 
 _EMPTY_LIKE = torch.empty_like
 _FOREVER = 1 << 62
-_INDEX_BITS = 48  # of an address: what is below is an offset in bytes
+_INDEX_BITS = 48  # of an address; the lower bits are an offset in bytes
 # Methods of a tensor whose result is a view of it, or the tensor itself.
 _VIEWS = frozenset(
     (
@@ -42,26 +42,26 @@ _FACTS = frozenset(
 
 
 def column_offset(column: int) -> int:
-    """What is added to the address of an FP8 state to stand for that of a column: four bytes less, in bytes.
+    """The byte offset of `column` in an FP8 state, minus the 4 that its stand-in begins at.
 
-    Kernels are compiled for addresses that are multiples of 16 where a stand-in's is one, and a column's is not.
+    Kernels are compiled for addresses that are multiples of 16 if a stand-in's address is one. A column's is not.
     """
     return 4 * column - 4
 
 
-class NotPlanned(Exception):
+class NotRecorded(Exception):
     """These operands need something that cannot be recorded; the message names it."""
 
 
 class Site(int):
-    """Stands for the number of a dropout site: its place among the sites that a run is given."""
+    """Stands for the number of a dropout site: its index among the sites of a run."""
 
 
 class Memory:
     """One allocation, or one tensor of the caller's.
 
     Attributes:
-        index: its number in the recording.
+        index: its number in the recorder.
         nbytes: its size.
         born, died: how many launches had been recorded when it was allocated, and when nothing referred to it any more.
         is_aligned: whether its address has to be a multiple of 16 bytes.
@@ -80,19 +80,19 @@ class Memory:
 
 def _refuse(name: str) -> Callable[..., Any]:
     def operator(*operands: object) -> Any:
-        raise NotPlanned(f"Tensor.{name}")
+        raise NotRecorded(f"Tensor.{name}")
 
     return operator
 
 
 class _Held:
-    """What stand-ins of one memory share. It dies with the last of them, and so does the memory."""
+    """The memory that stand-ins share. It dies with the last of them, and so does the memory."""
 
-    def __init__(self, memory: Memory, recording: Recording) -> None:
-        self.memory, self.recording = memory, recording
+    def __init__(self, memory: Memory, recorder: Recorder) -> None:
+        self.memory, self.recorder = memory, recorder
 
     def __del__(self) -> None:
-        self.memory.died = len(self.recording.launches)
+        self.memory.died = len(self.recorder.launches)
 
 
 class StandIn:
@@ -118,7 +118,7 @@ class StandIn:
 
     @property
     def device(self) -> torch.device:
-        return self.held.recording.device
+        return self.held.recorder.device
 
     def get_device(self) -> int:
         return self.device.index
@@ -142,7 +142,7 @@ class StandIn:
         return mine == theirs
 
     def new_empty(self, *shape: Any, dtype: torch.dtype | None = None) -> StandIn:
-        return self.held.recording.allocate(
+        return self.held.recorder.allocate(
             torch.empty(*shape, dtype=dtype or self.dtype, device="meta")
         )
 
@@ -153,19 +153,19 @@ class StandIn:
         if name in _FACTS:
             return getattr(self.meta, name)
         if name not in _VIEWS:
-            raise NotPlanned(f"Tensor.{name}")
+            raise NotRecorded(f"Tensor.{name}")
 
         def view(*args: Any, **kwargs: Any) -> Any:
             plain = [a.meta if isinstance(a, StandIn) else a for a in args]
-            found = getattr(self.meta, name)(*plain, **kwargs)
-            several = isinstance(found, tuple | list)
-            return tuple(map(self._viewed, found)) if several else self._viewed(found)
+            views = getattr(self.meta, name)(*plain, **kwargs)
+            several = isinstance(views, tuple | list)
+            return tuple(map(self._viewed, views)) if several else self._viewed(views)
 
         return view
 
     def _viewed(self, meta: Tensor) -> StandIn:
         if meta.untyped_storage()._cdata != self.meta.untyped_storage()._cdata:
-            raise NotPlanned("a copy of a tensor")
+            raise NotRecorded("a copy of a tensor")
         return StandIn(self.held, meta)
 
     @classmethod
@@ -181,8 +181,8 @@ class StandIn:
             return run(*args, **kwargs or {})
         if function is _EMPTY_LIKE:
             like: StandIn = args[0]
-            return like.held.recording.allocate(torch.empty_like(like.meta, **kwargs or {}))
-        raise NotPlanned(f"torch.{getattr(function, '__name__', function)}")
+            return like.held.recorder.allocate(torch.empty_like(like.meta, **kwargs or {}))
+        raise NotRecorded(f"torch.{getattr(function, '__name__', function)}")
 
 
 for _name in (
@@ -214,7 +214,7 @@ def _overloads() -> dict[Any, Callable[..., Any]]:
     return _BY_OVERLOAD
 
 
-class Recording:
+class Recorder:
     """Launches of ops that are called with its stand-ins, while it is entered.
 
     Attributes:
@@ -228,21 +228,21 @@ class Recording:
         self.memories: list[Memory] = []
         self._first = 0
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> Recorder:
         self.launches.begin()
         return self
 
     def __exit__(self, *error: object) -> None:
         self.launches.end()
 
-    def again(self) -> Recording:
-        """This recording with a new list: stand-ins that there are stay what they are."""
+    def again(self) -> Recorder:
+        """This recorder with a new list. Its stand-ins stay valid."""
         self.launches = extension().LaunchList()
         self._first = len(self.memories)
         return self
 
     def allocated(self) -> list[Memory]:
-        """The memories that came since the list was new."""
+        """The memories since the list was new."""
         return self.memories[self._first :]
 
     def tensor(self, shape: Any, dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> Any:

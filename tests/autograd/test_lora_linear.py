@@ -23,7 +23,7 @@ from lorakernels.autograd.linear import linear
 from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.modules.linear import calls as calls_module
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from lorakernels.values import Dropout
 from tests.exact import EPS, error_in_eps, exact_lora
 
@@ -376,7 +376,7 @@ def test_blocks_with_a_mask_drawn_once_have_the_bits_of_one_drawn_twice(dtype, m
         monkeypatch.setattr(linear, "hands_mask_over", lambda *_, draws=draws: draws)
         layer.zero_grad()
         given = x.clone().requires_grad_()
-        with without_plans(), mock.patch.object(calls_module, "draw_slot", return_value=slot):
+        with without_recordings(), mock.patch.object(calls_module, "draw_slot", return_value=slot):
             layer(given).backward(dy)
         found.append([given.grad, layer.lora_A.grad, layer.lora_B.grad])
     assert all(map(torch.equal, *found))

@@ -24,7 +24,7 @@ from lorakernels.parallel.ranks import scales as shared_scales
 from lorakernels.parallel.ranks.exchange import CollectiveRows
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.projections import Split
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from lorakernels.values import Dropout, Scaled
 
 K, N, ROWS, R, P, STEPS = 64, 96, 16, 4, 0.25, 5
@@ -216,7 +216,10 @@ def compare(device: torch.device, way: Way, group: Any) -> dict[str, Any]:
     def ends(x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         return own(ranks, x, dims["dx"]), own(ranks, dy, dims["y"])
 
-    with seen.watching(), without_plans():  # a plan is recorded with tensors that have no values
+    with (
+        seen.watching(),
+        without_recordings(),
+    ):  # calls are recorded with tensors that have no values
         expected = train(whole, lambda *both: both, way)
         evaluate(whole, lambda *both: both, way)
     with seen_part.watching(), broken(way.fault):

@@ -156,7 +156,7 @@ def test_scales_written_in_the_pass_are_those_of_a_pass_of_their_own(
 ) -> None:
     """To the bit: bytes and scales that norms, SwiGLU and RoPE leave, and `quantize_blocks` of what they compute.
 
-    By the ops, as on a CPU: a plan on a GPU would not ask for them again. The contract compares the kernels' bits.
+    By the ops, as on a CPU: a recorded call on a GPU would not run them again. The contract compares the kernels' bits.
     """
     model = model_of(RECIPES[recipe], lora_dropout=0.3).bfloat16()
     fuse(model, save=save, attention="math")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FrozenFP8Linear
 from lorakernels.modules.linear import calls
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Recorded
 
@@ -316,8 +316,8 @@ def test_patch_says_what_it_cannot_do():
         register(config(), fp8=True)
 
 
-def planned(fp8: DelayedScaling | BlockScaling, **kwargs) -> nn.Module:
-    """[..., 256] → [..., 384] in bf16, of which there are plans, with the adapters "default" and "other"."""
+def recorded_layer(fp8: DelayedScaling | BlockScaling, **kwargs) -> nn.Module:
+    """[..., 256] → [..., 384] in bf16, of which there are recordings, with the adapters "default" and "other"."""
     base = nn.ModuleDict({"lin": nn.Linear(256, 384, dtype=torch.bfloat16)})
     own = {"target_modules": ["lin"], "r": 16, "lora_dropout": 0.1} | kwargs
     model = wrapped(base, fp8, **own)
@@ -337,9 +337,9 @@ def launched(layer: nn.Module, x: Tensor, recorded: Recorded) -> list[str]:
 
 @pytest.mark.parametrize("fp8", [FP8, BlockScaling()], ids=["FP8 base", "FP8 blocks"])
 def test_a_call_like_one_before_checks_nothing_again(fp8, monkeypatch):
-    layer, x = planned(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    layer, x = recorded_layer(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
     with dry_cuda() as recorded:
-        with without_plans():
+        with without_recordings():
             by_ops = launched(layer, x, recorded)
         launched(layer, x, recorded)
         monkeypatch.setattr(calls, "check_input", None)
@@ -351,7 +351,7 @@ def test_a_call_like_one_before_checks_nothing_again(fp8, monkeypatch):
 
 @pytest.mark.parametrize("fp8", [FP8, BlockScaling()], ids=["FP8 base", "FP8 blocks"])
 def test_what_changes_at_a_peft_layer_is_seen_after_calls_like_it(fp8):
-    layer, x = planned(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
+    layer, x = recorded_layer(fp8), torch.randn(32, 256, dtype=torch.bfloat16, requires_grad=True)
     changes = {
         "another adapter": lambda: layer.set_adapter("other"),
         "its scaling": lambda: layer.set_scale("other", 3.0),
@@ -365,7 +365,7 @@ def test_what_changes_at_a_peft_layer_is_seen_after_calls_like_it(fp8):
         found = [launched(layer, x, recorded)]
         for name, change in changes.items():
             change()
-            with without_plans():
+            with without_recordings():
                 by_ops = launched(layer, x, recorded)
             for _ in range(2):
                 before = recorded.runs
@@ -377,7 +377,7 @@ def test_what_changes_at_a_peft_layer_is_seen_after_calls_like_it(fp8):
 
 def test_what_a_peft_layer_cannot_take_is_refused_after_a_call_as_well():
     """Before a slot is drawn, or a scale updated."""
-    layer = planned(FP8)
+    layer = recorded_layer(FP8)
     with dry_cuda() as recorded:
         layer(torch.randn(32, 256, dtype=torch.bfloat16))
         recorded.calls.clear()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lorakernels import _C
-from lorakernels.recorded.stand_in import Recording, StandIn
+from lorakernels.recorded.stand_in import Recorder, StandIn
 
 
 @contextmanager
@@ -30,12 +30,12 @@ def symbolic(index: int, offset: int = 0) -> int:
     return (index + 1) << 48 | offset
 
 
-def stand_ins(recorded: Recording, value: Any) -> Any:
+def stand_ins(recorder: Recorder, value: Any) -> Any:
     """`value`, which may be of lists and tuples, with a stand-in for each contiguous tensor."""
     if not isinstance(value, Tensor):
-        return _mapped(partial(stand_ins, recorded), value)
+        return _mapped(partial(stand_ins, recorder), value)
     assert value.is_contiguous()
-    return recorded.tensor(value.shape, value.dtype)
+    return recorder.tensor(value.shape, value.dtype)
 
 
 def recorded_call(
@@ -43,15 +43,15 @@ def recorded_call(
 ) -> tuple[Any, _C.LaunchList, list[Tensor]]:
     """What `function` returns of stand-ins, its launches, ready to run, and the memory of each of their bases."""
     given = list(tensors_of(arguments))
-    recorded = Recording(given[0].device)
-    placed = stand_ins(recorded, arguments)
-    with recorded:
+    recorder = Recorder(given[0].device)
+    placed = stand_ins(recorder, arguments)
+    with recorder:
         result = function(*placed)
-    own = recorded.memories[len(given) :]
+    own = recorder.memories[len(given) :]
     bytes_ = [torch.empty(max(1, m.nbytes), dtype=torch.uint8, device=given[0].device) for m in own]
-    count = len(recorded.memories)
-    recorded.launches.place([(i, 0) for i in range(count)], [False] * count)
-    return result, recorded.launches, given + bytes_
+    count = len(recorder.memories)
+    recorder.launches.place([(i, 0) for i in range(count)], [False] * count)
+    return result, recorder.launches, given + bytes_
 
 
 def results(value: Any, memory: list[Tensor]) -> Any:

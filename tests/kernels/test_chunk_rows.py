@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
+from lorakernels.kernels.triton.chunk_rows import KeyGradients, in_order, layered, side_by_side
 from lorakernels.kernels.triton.sum_rows import MOST_PARTS, sum_rows
 from tests.kernels.by_triton import interpret
 
@@ -81,7 +81,7 @@ def error(ranks: int, sizes: Sizes, device: str, dtype: torch.dtype) -> float:
                     continue
                 pair = columns(sizes, end - first, 100 * rank + begin + end)
                 dk, dv = (x.to(device, dtype) for x in pair)
-                parts.append(Gradients(first, dk, dv.contiguous() if rank % 2 else dv))
+                parts.append(KeyGradients(first, dk, dv.contiguous() if rank % 2 else dv))
                 for total, d in zip(exact, (dk, dv), strict=True):
                     total[:, :, first:end] += d.double().cpu()
                 for total, d in zip(magnitude, (dk, dv), strict=True):
@@ -112,7 +112,7 @@ def others(ranks: int, sizes: Sizes, device: str, dtype: torch.dtype) -> int:
         for first, end in ((begin, begin + size), (0, begin)):
             if first < end:
                 pair = [x.to(device, dtype) for x in columns(sizes, end - first, begin + end)]
-                parts.append(Gradients(first, *pair))
+                parts.append(KeyGradients(first, *pair))
                 for whole, d in zip(total, pair, strict=True):
                     whole[:, :, first:end] += d
     shape = ranks, sizes.rows, 2 * size, 2 * sizes.kv_heads, sizes.dim

@@ -28,7 +28,7 @@ from lorakernels.kernels.triton import (
     swiglu,
 )
 from lorakernels.kernels.triton import launch as launching
-from lorakernels.recorded.stand_in import Recording
+from lorakernels.recorded.stand_in import Recorder
 from lorakernels.values import Scaled, Scaling, SideBySide
 from tests.kernels.recording import (
     recorded_call,
@@ -255,7 +255,7 @@ def test_every_launcher_takes_stand_ins(
 ) -> None:
     monkeypatch.setattr(quantize, "overlaps", lambda device: early)
     function, arguments = case_of(name, torch.device("cpu"))
-    made = Recording(torch.device("cpu"))
+    made = Recorder(torch.device("cpu"))
     function(*stand_ins(made, arguments))
     measures = name.endswith(("-kept", "-unset", "-eval")) and "backward" not in name
     assert len(recorded) == 1 + measures
@@ -298,7 +298,7 @@ def test_the_code_takes_the_parameters_that_are_recorded(
 
     monkeypatch.setattr(JITFunction, "warmup", warmup)
     function, arguments = case_of(name, torch.device("cpu"))
-    function(*stand_ins(Recording(torch.device("cpu")), arguments))
+    function(*stand_ins(Recorder(torch.device("cpu")), arguments))
     assert expected
     assert [[BYTES[kind] for kind, _ in call["parameters"]] for call in recorded] == expected
 
@@ -331,7 +331,7 @@ class FakeKernel:
 
 
 def two_stand_ins() -> tuple[Any, Any]:
-    made = Recording(torch.device("cpu"))
+    made = Recorder(torch.device("cpu"))
     return made.tensor((8,), BF16), made.tensor((8,), torch.uint8)
 
 
@@ -384,7 +384,7 @@ def test_tensors_are_launched_by_triton(recorded: list[dict[str, Any]]) -> None:
     ],
     ids=["scratch", "profile", "clusters", "cooperative", "tuple", "descriptor-type"],
 )
-def test_kernels_that_are_not_planned(
+def test_kernels_that_are_not_recorded(
     changes: dict[str, Any], recorded: list[dict[str, Any]]
 ) -> None:
     out, x = two_stand_ins()
@@ -393,7 +393,7 @@ def test_kernels_that_are_not_planned(
     assert not recorded
 
 
-def test_tensor_descriptors_are_not_planned(recorded: list[dict[str, Any]]) -> None:
+def test_tensor_descriptors_are_not_recorded(recorded: list[dict[str, Any]]) -> None:
     out, _ = two_stand_ins()
     descriptor = TensorDescriptor(out, [8, 16], [16, 1], [8, 16])
     kernel = FakeKernel()

@@ -137,7 +137,7 @@ def test_a_recomputation_belongs_where_its_forward_was(inside: str, kind: bool) 
     with only if inside == "forward" else nullcontext():
         loss = model(input_ids=rows(model)).logits.square().sum()
     only = batch.only("de")
-    message = "is not known" if inside == "forward" else "its forward was outside"
+    message = "are not known" if inside == "forward" else "its forward was outside"
     with (
         pytest.raises(RuntimeError, match=message),
         only if inside == "backward" else nullcontext(),

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse
 from lorakernels.config import CallScaling
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
 from tests.fusion.fused_models import LINEARS, adapted, run, tokens
-from tests.plans.planned_layers import launches, name_tensors
+from tests.recorded.recorded_layers import launches, name_tensors
 
 K, N, ROWS = 256, 384, 128
 
@@ -89,12 +89,12 @@ def test_recorded_calls_follow_it() -> None:
         module, x = layer(recipe), torch.randn(ROWS, K, dtype=torch.bfloat16, requires_grad=True)
         with dry_cuda() as recorded:
             name_tensors(recorded, module, x)
-            for begin in (without_plans, nullcontext, nullcontext):
+            for begin in (without_recordings, nullcontext, nullcontext):
                 recorded.calls.clear()
                 with begin():
                     module(x).sum().backward()
                 launched[recipe, begin] = launches(recorded.calls)
             assert recorded.runs == 4
-    by_ops = launched[CurrentScaling(), without_plans]
+    by_ops = launched[CurrentScaling(), without_recordings]
     assert launched[CurrentScaling(), nullcontext] == by_ops
-    assert launched[DelayedScaling(), without_plans] != by_ops
+    assert launched[DelayedScaling(), without_recordings] != by_ops

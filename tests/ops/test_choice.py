@@ -12,7 +12,7 @@ import torch
 
 from lorakernels import _C, device
 from lorakernels.ops.choice import implementations
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.ops.register import OPS as REGISTERED
 
 OPS = (
@@ -27,8 +27,8 @@ OPS = (
 
 @pytest.mark.parametrize("op", OPS)
 def test_what_the_layer_s_kernels_take(op):
-    old = implementations("cuda", Place((7, 5)))
-    new = implementations("cuda", Place((8, 0), fp8=False))
+    old = implementations("cuda", LayerOnGPU((7, 5)))
+    new = implementations("cuda", LayerOnGPU((8, 0), fp8=False))
     assert old[op] == ("torch", "compute capability (7, 5) has no bf16")
     assert new[op][0] == "triton"
 
@@ -37,7 +37,7 @@ def test_what_the_layer_s_kernels_take(op):
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 9), (9, 0), (12, 0)], ids=str)
 def test_every_op_is_named(device, capability):
     """Each op, or the one that it goes with, has an implementation and a reason."""
-    table = implementations(device, Place(capability))
+    table = implementations(device, LayerOnGPU(capability))
     mains = {name.rstrip("_") for name, op in REGISTERED.items() if op.chosen is not None}
     assert set(table) == mains and len(mains) == 25
     assert all(implementation and reason for implementation, reason in table.values())
@@ -73,8 +73,8 @@ def built_for_all() -> Iterator[None]:
 @pytest.mark.parametrize("capability", PRODUCTS, ids=str)
 def test_what_a_gpu_runs_that_csrc_was_compiled_for(capability, built_for_all):
     """wgmma's kernels on Hopper alone; where these are PyTorch's elsewhere, csrc's other kernels still run."""
-    table = {op: name for op, (name, _) in implementations("cuda", Place(capability)).items()}
-    in_blocks = implementations("cuda", Place(capability, blocks=True))
+    table = {op: name for op, (name, _) in implementations("cuda", LayerOnGPU(capability)).items()}
+    in_blocks = implementations("cuda", LayerOnGPU(capability, blocks=True))
     products = {in_blocks[op][0] for op in ("fp8_linear_lora", "fp8_grad_input")}
     assert products == {"csrc" if capability == (9, 0) else "dequantized"}
     assert (table["fp8_linear_lora"], table["fp8_grad_input"]) == PRODUCTS[capability]

@@ -17,7 +17,7 @@ from lorakernels.device import multiprocessors_of
 from lorakernels.numerics.dropout import dropout_keep, dropped_bits, dropped_words, keep_scale
 from lorakernels.numerics.fp8 import E4M3
 from lorakernels.ops.choice import implementations
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.values import Dropout, Scaled
 from tests.kernels.bindings import call
 from tests.ops.cases.lora_grad_a import bound, bytes_of
@@ -267,7 +267,7 @@ def test_the_choice_names_what_it_needs(monkeypatch):
     monkeypatch.setattr(MODULE, "why_not_csrc", lambda _: None)
 
     def chosen(capability=(9, 0), **layer):
-        return implementations("cuda", Place(capability, **layer))["lora_grad_a"]
+        return implementations("cuda", LayerOnGPU(capability, **layer))["lora_grad_a"]
 
     assert chosen()[0] == "csrc" and "K a multiple of 16" in chosen()[1]
     assert chosen(sizes=(64, 72)) == ("torch", "K = 72 must be a multiple of 16")

@@ -20,7 +20,7 @@ from lorakernels.autograd.attention.choose import (
     choose_segments,
     segments_mask,
 )
-from lorakernels.autograd.attention.chunk import Call, attend_chunks, chunk_gradients
+from lorakernels.autograd.attention.chunk import ChunkCall, attend_chunks, chunk_gradients
 from lorakernels.kernels.cudnn import attention as kernel
 from lorakernels.kernels.triton.chunk_rows import MOST_RANGES
 from lorakernels.parallel.context import attention as context_attention
@@ -159,7 +159,7 @@ def test_chunks_in_squares_and_rectangles_attend_as_whole_rows(
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
         at = torch.cat([torch.arange(b, b + size, device=device) for b in chunks.begins])
-        call, here = Call(name, chunks.begins, 0.3), q[:, :, at]
+        call, here = ChunkCall(name, chunks.begins, 0.3), q[:, :, at]
         own, whole = (k[:, :, at], v[:, :, at]), (k, v)
         with torch.no_grad():
             attended = attend_chunks(call, here, own, whole)

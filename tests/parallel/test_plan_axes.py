@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.peers.models import ADAPTED, SPECS
 from lorakernels import LoRAConfig, PlanAxes, ShardPlan, context_parallel
-from lorakernels.autograd.attention.chunk import Call
+from lorakernels.autograd.attention.chunk import ChunkCall
 from lorakernels.fusion.memory import SAVE, mixes
 from lorakernels.parallel import ShardedAdamW
 from lorakernels.parallel.context import attention as context_attention
@@ -95,7 +95,7 @@ def test_attention_of_shared_rows_has_the_calls_of_the_rank_that_has_most(ranks:
     size, most = 16, (0, 0)
     for rank in range(ranks):
         chunks = Chunks(rank, ranks, size)
-        others = Call("torch", chunks.begins, 1.0).others(size)
+        others = ChunkCall("torch", chunks.begins, 1.0).others(size)
         queries = [2 * size - first for first, _ in others]
         area = sum(q * (k.stop - k.start) for q, (_, k) in zip(queries, others, strict=True))
         assert 2 * size**2 + area == chunks.length**2 / (2 * ranks)

@@ -226,7 +226,7 @@ def _mixed_cudnn() -> str:
         return ""
     return (
         f"this process has loaded parts of cuDNN from {' and '.join(folders)}, which do not fit together. Start it "
-        "with CUDNN_HOME and LD_LIBRARY_PATH at torch's, or do not import what loads the other"
+        "with CUDNN_HOME and LD_LIBRARY_PATH at torch's, or do not import the package that loads the other"
     )
 
 
@@ -339,7 +339,7 @@ def _capped(
 def attend_capped_packed(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, cap: float
 ) -> Tensor:
-    """As `attend_capped`, of packed sequences: scores are those of all B T tokens."""
+    """As `attend_capped`, of packed sequences. It computes scores of all B T tokens."""
     mask = packed_mask(starts, q.shape[0] * q.shape[2])
     row = attend_capped(_one_row(q), _one_row(k), _one_row(v), mask, False, scale, cap)
     return _rows(row, q)

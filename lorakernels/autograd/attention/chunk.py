@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lorakernels.autograd.attention.choose import expanded
-from lorakernels.kernels.triton.chunk_rows import Gradients
+from lorakernels.kernels.triton.chunk_rows import KeyGradients
 from lorakernels.kernels.triton.merge_attention import merge_attention
 
 
@@ -103,7 +103,7 @@ _KERNELS = {
 NAMES = frozenset(_KERNELS)
 
 
-class Call(NamedTuple):
+class ChunkCall(NamedTuple):
     """How two chunks attend.
 
     Attributes:
@@ -123,7 +123,7 @@ class Call(NamedTuple):
         return [(query, keys) for query, keys in ranges if keys.start < keys.stop]
 
 
-class Attended(NamedTuple):
+class AttendedChunks(NamedTuple):
     """The result of `attend_chunks`.
 
     Attributes:
@@ -140,12 +140,12 @@ class Attended(NamedTuple):
 Keys = tuple[Tensor, Tensor]  # and values
 
 
-def attend_chunks(call: Call, q: Tensor, chunk_keys: Keys, row_keys: Keys) -> Attended:
+def attend_chunks(call: ChunkCall, q: Tensor, chunk_keys: Keys, row_keys: Keys) -> AttendedChunks:
     """Each query attends to all keys of its row up to its own. There is no gradient: `chunk_gradients` computes it.
 
     Args:
-        call: how.
-        q: [B, H, 2C, D], two chunks of a row one behind the other.
+        call: how they attend.
+        q: [B, H, 2C, D], two chunks of a row, the first one first.
         chunk_keys: k and v [B, Hk, 2C, D] of the same tokens.
         row_keys: k and v [B, Hk, S, D] of the row.
     """
@@ -157,12 +157,17 @@ def attend_chunks(call: Call, q: Tensor, chunk_keys: Keys, row_keys: Keys) -> At
         two, l2, more = kernel.forward(q[:, :, query:], k, v, False, call.scale)
         kernel.merge(out[:, :, query:], lse[:, :, query:], two, l2.view(two.shape[:3]))
         rest.append(more)
-    return Attended(out, lse, rest)
+    return AttendedChunks(out, lse, rest)
 
 
 def chunk_gradients(
-    call: Call, dout: Tensor, q: Tensor, chunk_keys: Keys, row_keys: Keys, attended: Attended
-) -> tuple[Tensor, list[Gradients]]:
+    call: ChunkCall,
+    dout: Tensor,
+    q: Tensor,
+    chunk_keys: Keys,
+    row_keys: Keys,
+    attended: AttendedChunks,
+) -> tuple[Tensor, list[KeyGradients]]:
     """(dq [B, H, 2C, D], dk and dv of each range of keys that a chunk attended to). No key is in two of them.
 
     dk and dv are in the dtype of k, or in fp32 at least where heads share keys on a CPU.
@@ -173,14 +178,14 @@ def chunk_gradients(
     dq, dk, dv = kernel.backward(dout, q, *chunk_keys, out, lse.view(shape), more, True, call.scale)
     dq = _by_token(dq)
     pairs = zip(call.begins, dk.split(size, 2), dv.split(size, 2), strict=True)
-    key_gradients = [Gradients(*pair) for pair in pairs]
+    key_gradients = [KeyGradients(*pair) for pair in pairs]
     for (query, keys), more in zip(call.others(size), rest, strict=True):
         k, v = (x[:, :, keys] for x in row_keys)
         d, part, mine = (x[:, :, query:] for x in (dout, q, out))
         sums = lse[:, :, query:].contiguous().unsqueeze(-1)
         dpart, dk, dv = kernel.backward(d, part, k, v, mine, sums, more, False, call.scale)
         dq[:, :, query:].add_(dpart)
-        key_gradients.append(Gradients(keys.start, dk, dv))
+        key_gradients.append(KeyGradients(keys.start, dk, dv))
     return dq, key_gradients
 
 

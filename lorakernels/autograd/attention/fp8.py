@@ -24,7 +24,7 @@ from lorakernels.numerics.fp8 import E4M3
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled
 
-WIDTH = 128  # D. With 64 its forward takes 0.075 ms, that of bf16 0.040 (1×1024 tokens, 32 / 8 heads, one H200)
+WIDTH = 128  # D. With 64 its forward takes 0.075 ms, and bf16's 0.040 (1×1024 tokens, 32 / 8 heads, one H200)
 # Tokens of a row. How many times as fast as bf16, forward and backward, on one H200 (docs/attention.md):
 # 1.00 to 1.01 at 4096, 1.03 (32 / 8 heads) and 1.06 (64 / 8) at 8192, 1.10 at 16384.
 LEAST = 8192
@@ -34,7 +34,7 @@ PACKED = (
 )
 
 
-class Attended(NamedTuple):
+class AttendedRows(NamedTuple):
     """The result of attention.
 
     Attributes:
@@ -79,7 +79,7 @@ def _why_not_package() -> str:
     return f"nvidia-cudnn-frontend {package} was not tried with FP8: take {described.FP8_TRIED}0"
 
 
-def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
+def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> AttendedRows:
     """Each token attends to its row up to itself. The tensors are such that `why_not` is "".
 
     out is NaN where one of q, k and v holds inf or NaN: e4m3 has no inf.
@@ -92,8 +92,8 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Attended:
     Raises:
         RuntimeError: the stream is captured, and cuDNN has not run with these shapes before.
     """
-    out, o8, scale_inv = _Attention.apply(q, k, v, scale)
-    return Attended(out, Scaled(o8.flatten(2).flatten(0, 1), scale_inv))
+    out, o8, scale_inv = _FP8Attention.apply(q, k, v, scale)
+    return AttendedRows(out, Scaled(o8.flatten(2).flatten(0, 1), scale_inv))
 
 
 def _form(q: Tensor, kv_heads: int, scale: float, dtype: torch.dtype) -> described.Form:
@@ -108,11 +108,11 @@ def _form(q: Tensor, kv_heads: int, scale: float, dtype: torch.dtype) -> describ
 
 
 def _numbers(x: Tensor) -> Any:
-    """Who quantizes and dequantizes."""
+    """The module that quantizes and dequantizes: kernels on a GPU, torch elsewhere."""
     return on_gpu if x.is_cuda else plain
 
 
-class _Attention(torch.autograd.Function):
+class _FP8Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float

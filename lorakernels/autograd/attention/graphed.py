@@ -50,7 +50,7 @@ def why_not_segments(q: Tensor, k: Tensor, v: Tensor) -> str:
     """
     return (
         why_not_here(q.device)
-        or ("deterministic algorithms are asked for" if _deterministic() else "")
+        or ("deterministic algorithms are on" if _deterministic() else "")
         or ("k and v have fewer tokens than q" if k.shape[2] < q.shape[2] else "")
         or _why_not_shapes(q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]])
         or _why_not_strides(k, k, v, True)
@@ -208,16 +208,16 @@ def attend_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         ValueError: a tensor does not begin at a multiple of 16 bytes.
         RuntimeError: the stream is captured, and cuDNN has not run with these shapes before.
     """
-    out: Tensor = _Attention.apply(q, k, v, None, _form(q, k, v, None, scale))
+    out: Tensor = _GraphedAttention.apply(q, k, v, None, _form(q, k, v, None, scale))
     return out
 
 
 def attend_sequences(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
 ) -> Tensor:
-    """As `attend_rows`, each token to its own sequence. `starts`: int32 [N + 1], on the device; read there alone.
+    """As `attend_rows`, each token to its own sequence. `starts`: int32 [N + 1], on the device, read there only.
 
-    Raises ValueError, too, where deterministic algorithms are asked for and N sequences of `longest` need too much.
+    Raises ValueError, too, under deterministic algorithms if N sequences of `longest` need too much.
 
     cuDNN's graph is for at most so many sequences and tokens. N and `longest` are rounded up to powers of two, and
     tokens by an eighth at most, so that few graphs serve any documents. Sequences without tokens are added behind the
@@ -228,7 +228,7 @@ def attend_sequences(
         raise ValueError(
             f"attention of packed sequences: {why}; take another backend, or fewer and shorter ones"
         )
-    out: Tensor = _Attention.apply(q, k, v, starts, form)
+    out: Tensor = _GraphedAttention.apply(q, k, v, starts, form)
     return out
 
 
@@ -242,17 +242,17 @@ def attend_segments(
     Args:
         q: [B, H, T, D].
         k, v: [B, Hk, S, D].
-        starts: int32 [2, N + 1], running counts of queries and of keys, on the device; read there alone.
+        starts: int32 [2, N + 1], running counts of queries and of keys, on the device, read there only.
         longest: queries and keys that no segment has more of.
         scale: the factor of q kᵀ.
     """
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     form = _packed_form(q, k, v, starts.shape[1] - 1, longest, scale)
-    out: Tensor = _Attention.apply(q, k, v, starts, form)
+    out: Tensor = _GraphedAttention.apply(q, k, v, starts, form)
     return out
 
 
-class _Attention(torch.autograd.Function):
+class _GraphedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, form: described.Form

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check `max_length_q`, the tokens of the longest packed document, on the device.
 
-FlashAttention-2 silently computes no token behind that length. The starts of documents are on the device as a rule, so
-the host cannot compare without waiting. The check is a device assertion then, which a CUDA graph records, too.
+FlashAttention-2 silently skips tokens after that length. The starts of documents are mostly on the device, so the host
+cannot compare without waiting. The check is then a device assertion, which a CUDA graph records, too.
 """
 
 from __future__ import annotations

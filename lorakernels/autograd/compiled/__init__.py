@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers under torch.compile: one op each way, and what it launches."""
+"""Linear layers under torch.compile: one op each way, and its launches."""
 
 from lorakernels.lazy import offer_submodules
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a compiled layer's calls past torch's dispatcher.
+"""How a compiled layer's calls bypass torch's dispatcher.
 
-Inductor's code calls each op of linear.py with plain tensors, without gradients. The first such call goes
-through the dispatcher and makes a plan. What that plan depends on is kept beside the layer's numbers as a `Ready`. A
-later call of the same form launches the plan at once. Every other call goes through the dispatcher.
+Inductor's code calls each op of linear.py with plain tensors, without gradients. The first such call goes through the
+dispatcher and is recorded. The layer's numbers keep all that the recording depends on, as a `Ready`. A later call of
+the same form launches the recording at once. Every other call goes through the dispatcher.
 """
 
 from __future__ import annotations
@@ -16,61 +16,64 @@ from torch import Tensor
 
 from lorakernels.autograd.linear.numbers import Numbers
 from lorakernels.recorded.forms import forms_of, sees_dispatch_keys
-from lorakernels.recorded.function import FunctionPlan
-from lorakernels.recorded.plan import pick
+from lorakernels.recorded.function import RecordedFunction
+from lorakernels.recorded.recording import pick
 from lorakernels.recorded.routing import put_ahead
 from lorakernels.state.handles import known_numbers
 
 MOST_READY = 8  # that a layer remembers of each op
 
 
-class Found(NamedTuple):
-    """The plan that a call ran by.
+class CallRecording(NamedTuple):
+    """The recording that a call ran by.
 
     Attributes:
-        plan: what was launched.
-        tensors: the places of its tensors among the op's arguments, in the order of the plan's addresses.
+        recorded: the function that was launched.
+        tensors: the positions of its tensors among the op's arguments, in the order of the recording's addresses.
         columns: gives the addresses of the layer's columns in the FP8 states, for (state of x, state of dy).
         sites: the layer's dropout site.
     """
 
-    plan: FunctionPlan
+    recorded: RecordedFunction
     tensors: Sequence[int]
     columns: Callable[[Any, Any], tuple[int, ...]]
     sites: tuple[int, ...]
 
 
 class Ready(NamedTuple):
-    """A call that a plan took.
+    """A recorded call, and the checks of a later one.
 
     Attributes:
-        others_of, others: which arguments are not the plan's tensors, and what they were. A handle is not among them.
-        tensors_of: the plan's tensors among the arguments.
+        others_of: gives the arguments that are not the recording's tensors. A handle is not among them.
+        others: these arguments in that call.
+        tensors_of: the recording's tensors among the arguments.
         holds_for: whether such tensors, and then the FP8 states, are of these forms.
-        plan: a weak reference.
-        columns, sites: as of `Found`.
+        recorded: a weak reference to the function.
+        columns, sites: as of `CallRecording`.
     """
 
     others_of: Callable[[Sequence[Any]], tuple[Any, ...]]
     others: tuple[Any, ...]
     tensors_of: Callable[[Sequence[Any]], tuple[Tensor, ...]]
     holds_for: Callable[..., bool]
-    plan: Callable[[], FunctionPlan | None]
+    recorded: Callable[[], RecordedFunction | None]
     columns: Callable[[Any, Any], tuple[int, ...]]
     sites: tuple[int, ...]
 
     @classmethod
-    def of(cls, found: Found, args: Sequence[Any], handle: int, states: Sequence[Tensor]) -> Ready:
-        others = [i for i in range(len(args)) if i != handle and i not in found.tensors]
-        others_of, tensors_of = pick(others), pick(found.tensors)
+    def of(
+        cls, call: CallRecording, args: Sequence[Any], handle: int, states: Sequence[Tensor]
+    ) -> Ready:
+        others = [i for i in range(len(args)) if i != handle and i not in call.tensors]
+        others_of, tensors_of = pick(others), pick(call.tensors)
         return cls(
             others_of,
             tuple([[*v] if isinstance(v, list) else v for v in others_of(args)]),
             tensors_of,
             forms_of([*tensors_of(args), *states]),
-            weakref.ref(found.plan),
-            found.columns,
-            found.sites,
+            weakref.ref(call.recorded),
+            call.columns,
+            call.sites,
         )
 
 
@@ -78,21 +81,21 @@ def launch_ahead(
     op: Any,
     handle: int,
     count: int,
-    find: Callable[[Numbers, Sequence[Any]], Found | None],
+    find: Callable[[Numbers, Sequence[Any]], CallRecording | None],
     by_ops: Callable[..., Any],
     begins: bool,
 ) -> None:
-    """Let calls of `op` launch a plan that took a call like them, before torch's dispatcher is asked.
+    """Let calls of `op` launch the recording of a call like them, without torch's dispatcher.
 
     Args:
         op: an overload that `define_composed` gave.
-        handle: the place of the layer's handle among its arguments.
+        handle: the position of the layer's handle among its arguments.
         count: how many arguments such a call has. Others that it has are None.
-        find: the plan of a call that has run; None if it ran by none.
-        by_ops: runs a call whose addresses a plan does not take, without telling the FP8 state of it.
-        begins: whether a call with a last argument of True is a training forward, of which the FP8 state is told.
+        find: the recording of a call that has run; None without one.
+        by_ops: runs a call whose addresses a recording does not take. The FP8 state does not count it again.
+        begins: whether a call with a last argument of True is a training forward, which the FP8 state counts.
     """
-    if not sees_dispatch_keys():  # a plan for other keys could not be told from one for these
+    if not sees_dispatch_keys():  # one recording could serve calls under other keys
         return
     name = op._schema.name
 
@@ -100,30 +103,30 @@ def launch_ahead(
         others = (*args[count:], *kwargs.values())
         if len(args) < count or any([value is not None for value in others]):
             return general(*args, **kwargs)
-        given = args[:count]
-        numbers = known_numbers(given[handle])
+        named = args[:count]
+        numbers = known_numbers(named[handle])
         if numbers is None:
             return general(*args, **kwargs)
         state = numbers.state
         states = () if state is None else (state.forward, state.backward)
         for ready in numbers.made.get(name, ()):
-            if ready.others_of(given) != ready.others:
+            if ready.others_of(named) != ready.others:
                 continue
-            tensors = ready.tensors_of(given)
+            tensors = ready.tensors_of(named)
             if not ready.holds_for(*tensors, *states):
                 continue
-            plan = ready.plan()
-            if plan is None:
+            recorded = ready.recorded()
+            if recorded is None:
                 continue
-            if begins and given[-1] and state is not None:
-                state.on_training_forward(numbers.own.column)
+            if begins and named[-1] and state is not None:
+                state.on_training_forward(numbers.default.column)
             columns = ready.columns(*states) if states else ()
-            results = plan.run((*tensors, *columns), ready.sites)
-            return by_ops(*given) if results is None else results
+            results = recorded.run((*tensors, *columns), ready.sites)
+            return by_ops(*named) if results is None else results
         results = general(*args, **kwargs)
-        found = find(numbers, given)
-        if found is not None:
-            made = Ready.of(found, given, handle, states)
+        run = find(numbers, named)
+        if run is not None:
+            made = Ready.of(run, named, handle, states)
             numbers.made[name] = (made, *numbers.made.get(name, ())[: MOST_READY - 1])
         return results
 

@@ -4,7 +4,7 @@
     forward    y, x8, s = lora_linear_forward(x, W8, A, B, handle, training)
     backward   dx, dA, dB = lora_linear_backward(dy, x8, s, W8, A, B, handle, training)
 
-Inside, they run what the ops of `lora_linear` run, with the same numbers. When an op runs, it finds the layer's dropout
+They run the ops of `lora_linear`, with the same numbers. When an op runs, it finds the layer's dropout
 site, FP8 columns, scaling and FP8 state by the handle. So one trace serves all layers.
 
 The compiler does not see that the state is read and written. This is safe: backward adds amaxes by a maximum, and a
@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.compiled.call import Found, launch_ahead
-from lorakernels.autograd.compiled.plan import (
-    Layer,
-    Planned,
-    backward_plan,
-    forward_plan,
-    planned_backward,
-    planned_forward,
+from lorakernels.autograd.compiled.call import CallRecording, launch_ahead
+from lorakernels.autograd.compiled.recorded import (
+    LayerCall,
+    Recorded,
+    backward_recording,
+    forward_recording,
+    recorded_backward,
+    recorded_forward,
     run_backward,
     run_forward,
 )
@@ -85,10 +85,10 @@ def lora_linear_forward(
     if numbers.state is not None:
         numbers.state.begin(x.device, spec.column, training)
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    layer = Layer(frozen, bias, adapter, _call(numbers, spec, slot))
-    planned = None if weight_scale_inv is None else planned_forward(x, layer)
-    if planned is not None:
-        return planned
+    layer = LayerCall(frozen, bias, adapter, _call(numbers, spec, slot))
+    results = None if weight_scale_inv is None else recorded_forward(x, layer)
+    if results is not None:
+        return results
     return run_forward(_directly(x), x, layer._replace(weight=in_bytes(frozen)))
 
 
@@ -123,7 +123,7 @@ def lora_linear_backward(
     scaling: float | None = None,
     p: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dx, dA, dB, dbias) from dy [M, N]. Those that `needs` does not ask for are empty.
+    """(dx, dA, dB, dbias) from dy [M, N]; empty where `needs` is False.
 
     `operand` is x8, or x over a plain W. `training` is the forward's.
     """
@@ -131,9 +131,9 @@ def lora_linear_backward(
     call = _call(numbers, numbers.spec(training, scaling, p), None)
     dy = dy.contiguous()
     saved = Saved(weight, weight_scale_inv, lora_A, lora_B, slot, operand, x_scale_inv, s)
-    planned = None if weight_scale_inv is None else planned_backward(dy, saved, call, needed)
-    if planned is not None:
-        return planned
+    results = None if weight_scale_inv is None else recorded_backward(dy, saved, call, needed)
+    if results is not None:
+        return results
     if weight is not None:
         saved = saved._replace(weight=in_bytes(Weight(weight)).data)
     dtypes = tuple(None if t is None else t.dtype for t in (lora_A, bias))
@@ -165,7 +165,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     saved = Saved.of(needs, frozen, adapter, operand, slot)
     if needs.A:  # dA is made like A
         saved = saved._replace(lora_A=lora_A)
-    if needs.A or needs.B:  # plans are found by W, also where no dx is computed
+    if needs.A or needs.B:  # recordings are found by W, also where no dx is computed
         saved = saved._replace(weight=weight, w_scale_inv=weight_scale_inv)
     keep(ctx, **saved.by_name(), bias=bias if needs.bias else None, handle=handle)
     ctx.needs, ctx.inputs, ctx.numbers = needs, len(inputs), numbers
@@ -187,25 +187,28 @@ forward_op = define_composed(
 )
 
 
-def _found(planned: Planned | None, args: Sequence[Any], places: Sequence[int]) -> Found | None:
-    if planned is None:
+def _call_recording(
+    match: Recorded | None, args: Sequence[Any], places: Sequence[int]
+) -> CallRecording | None:
+    if match is None:
         return None
-    plan, known = planned
-    return Found(plan, [i for i in places if args[i] is not None], known.columns, known.sites)
+    recorded, calls = match
+    tensors = [i for i in places if args[i] is not None]
+    return CallRecording(recorded, tensors, calls.columns, calls.sites)
 
 
-def _layer_of(numbers: Numbers, args: Sequence[Any]) -> Layer:
-    """What `forward_plan` takes besides x, of the first nine arguments of `lora_linear_forward`."""
+def _layer_of(numbers: Numbers, args: Sequence[Any]) -> LayerCall:
+    """What `forward_recording` takes besides x, of the first nine arguments of `lora_linear_forward`."""
     _, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    return Layer(frozen, bias, adapter, _call(numbers, numbers.spec(training), slot))
+    return LayerCall(frozen, bias, adapter, _call(numbers, numbers.spec(training), slot))
 
 
-def _forward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+def _forward_found(numbers: Numbers, args: Sequence[Any]) -> CallRecording | None:
     if args[2] is None:  # a plain weight
         return None
-    planned = forward_plan(args[0], _layer_of(numbers, args))
-    return _found(planned, args, (0, 3, 4, 5, 1, 2, 6))
+    match = forward_recording(args[0], _layer_of(numbers, args))
+    return _call_recording(match, args, (0, 3, 4, 5, 1, 2, 6))
 
 
 def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -214,12 +217,12 @@ def _forward_by_ops(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return run_forward(_directly(args[0]), args[0], layer._replace(weight=in_bytes(layer.weight)))
 
 
-def _backward_found(numbers: Numbers, args: Sequence[Any]) -> Found | None:
+def _backward_found(numbers: Numbers, args: Sequence[Any]) -> CallRecording | None:
     dy, saved, needs, training = args[0], Saved(*args[1:9]), Needs(*args[11]), args[12]
     if saved.w_scale_inv is None:
         return None
-    planned = backward_plan(dy, saved, _call(numbers, numbers.spec(training), None), needs)
-    return _found(planned, args, (0, 3, 4, 1, 2, 8, 6, 7, 5))
+    match = backward_recording(dy, saved, _call(numbers, numbers.spec(training), None), needs)
+    return _call_recording(match, args, (0, 3, 4, 1, 2, 8, 6, 7, 5))
 
 
 launch_ahead(forward_op, 7, 9, _forward_found, _forward_by_ops, begins=True)

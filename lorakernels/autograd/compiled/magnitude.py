@@ -4,7 +4,7 @@
     y = g ⊙ (x Wᵀ + scaling · x Aᵀ Bᵀ)      dy' = g ⊙ dy      dg = Σ_rows dy ⊙ y / g
 
 g [N] fp32 goes into the scale of each column of the product, and into B. dx, dA and dB are those of LinearNode, from
-dy'. What depends on g alone is PyTorch's. The rest is one call of csrc each way where a plan fits (plan.py).
+dy'. What depends on g alone is PyTorch's. The rest is one call of csrc in each direction if recorded (recorded.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.autograd.compiled.plan import (
-    Layer,
-    planned_backward,
-    planned_forward,
+from lorakernels.autograd.compiled.recorded import (
+    LayerCall,
+    recorded_backward,
+    recorded_forward,
     run_backward,
     run_forward,
 )
@@ -27,7 +27,7 @@ from lorakernels.autograd.linear.node import Saved
 from lorakernels.autograd.linear.projections import Needs
 from lorakernels.autograd.linear.saved import keep, kept
 from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec
-from lorakernels.recorded.node import PLANS
+from lorakernels.recorded.node import RECORDINGS
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.recorded.routing import NOT_PLAIN, WATCHED, is_plain
 from lorakernels.values import Scaled, Weight
@@ -48,8 +48,8 @@ class MagnitudeNode(torch.autograd.Function):
         assert weight.scale_inv is not None
         by_column = weight._replace(scale_inv=weight.scale_inv * g)
         by_g = Adapter(lora_A, (g[:, None] * lora_B).to(lora_B.dtype))
-        layer = Layer(by_column, None, by_g, call)
-        results = planned_forward(x, layer) if is_plain() else None
+        layer = LayerCall(by_column, None, by_g, call)
+        results = recorded_forward(x, layer) if is_plain() else None
         if results is None:
             results = run_forward(through_dispatcher, x, layer)
         y, x8, x_scale_inv, s = results
@@ -66,7 +66,7 @@ class MagnitudeNode(torch.autograd.Function):
         saved, needs, wide = Saved(*linear), _needs(ctx), dy.float()
         dg = None if y is None else wide.mul(y).sum(0) / g
         scaled = (wide * g).to(dy.dtype).contiguous()
-        results = planned_backward(scaled, saved, ctx.call, needs) if is_plain() else None
+        results = recorded_backward(scaled, saved, ctx.call, needs) if is_plain() else None
         if results is None:
             dtypes = (ctx.dtype_A, None)
             results = run_backward(through_dispatcher, scaled, saved, ctx.call, needs, dtypes)
@@ -87,11 +87,11 @@ def _needs(ctx: Any) -> Needs:
 
 
 def ways_of(specs: Collection[LoRASpec]) -> set[str]:
-    """How a layer's products with a magnitude ran: "" by plans, or else why by the ops."""
+    """How a layer's products with a magnitude ran: "" if recorded, or else why by the ops."""
     ways = set()
     for spec in specs:
-        known = spec.memo.get("compiled forward")
-        if known is not None:
-            by_plans = [why for (_, kind, *_), why in PLANS.ways() if kind is known.kind]
-            ways.add(NOT_PLAIN if known.kind is None else (by_plans or [WATCHED])[0])
+        calls = spec.memo.get("compiled forward")
+        if calls is not None:
+            of_kind = [why for (_, kind, *_), why in RECORDINGS.ways() if kind is calls.kind]
+            ways.add(NOT_PLAIN if calls.kind is None else (of_kind or [WATCHED])[0])
     return ways

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A dropout slot in a trace: one op, which draws what an eager layer draws.
+"""A dropout slot in a trace: one op, which draws the slot of an eager layer.
 
     slot = layer_slot(handle)        int64 [2] on the handle's device
 
-Inductor makes a kernel of its own for each `torch.randint` of a trace, besides one for their seeds. Its launch takes
+Inductor makes a kernel for each `torch.randint` of a trace, and one for their seeds. Its launch takes
 more of the host's time than a linear's forward. `slot_ahead` has the slot without a launch.
 """
 

@@ -187,7 +187,7 @@ class NormQKVNode(torch.autograd.Function):
 def _normed_input(
     rows: Tensor, norm: Tensor | None, eps: float, to: Projections
 ) -> tuple[Scaled, Tensor | None, Tensor | None]:
-    """(what the projections multiply, s, rstd or None) of RMSNorm(rows), or of the rows as they are."""
+    """(the projections' operand, s, rstd or None) of RMSNorm(rows), or of the rows as they are."""
     to = to.placed(rows.shape[0])
     if norm is None:
         return *quantize_down(rows, to), None

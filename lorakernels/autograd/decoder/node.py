@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from lorakernels import ops
-from lorakernels.autograd.linear.projections import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear.projections import (
+    Adapters,
+    Needs,
+    ProjectionGradients,
+    Projections,
+)
 from lorakernels.autograd.linear.saved import Kept
 from lorakernels.values import Scaled
 
@@ -83,9 +88,9 @@ def adapters(
     return Adapters(saved[f"{prefix}s"], dtype, lora_B, stacked_B)
 
 
-def no_gradients(to: Projections) -> tuple[Gradients, list[Tensor | None]]:
+def no_gradients(to: Projections) -> tuple[ProjectionGradients, list[Tensor | None]]:
     n = to.adapters
-    return Gradients(None, [None] * n, [None] * n), [None] * len(to.rows)
+    return ProjectionGradients(None, [None] * n, [None] * n), [None] * len(to.rows)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapter of a batch each sequence has, where they do not lie in the adapters' order."""
+"""Which adapter of a batch each sequence has, if they are not in the adapters' order."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class AdapterRows(NamedTuple):
     """Which adapter each of S segments of rows has.
 
     Attributes:
-        numbers: int64 [S], the number of its adapter; any for one that has the base alone.
-        base: bool [S, 1, 1], whether it has the base alone; None where none has.
+        numbers: int64 [S], the number of its adapter; any number for a segment with the base alone.
+        base: bool [S, 1, 1], whether it has the base alone; None if no segment has.
     """
 
     numbers: Tensor
@@ -27,11 +27,11 @@ class AdapterRows(NamedTuple):
     @classmethod
     def of(cls, numbers: Sequence[int | None], device: torch.device) -> AdapterRows:
         """`numbers`: of the adapters; None stands for the base alone."""
-        known = torch.tensor([number or 0 for number in numbers], device=device)
+        indices = torch.tensor([number or 0 for number in numbers], device=device)
         if None not in numbers:
-            return cls(known, None)
+            return cls(indices, None)
         base = torch.tensor([number is None for number in numbers], device=device)
-        return cls(known, base[:, None, None])
+        return cls(indices, base[:, None, None])
 
     def factors(self, lora_A: Tensor, lora_B: Tensor) -> tuple[Tensor, Tensor]:
         """(A [S, R, K], B [S, N, R]) of [J, R, K] and [J, N, R], differentiable. The base alone has a B of zeros.
@@ -47,20 +47,20 @@ class AdapterRows(NamedTuple):
         return a, b if self.base is None else b.masked_fill(self.base, 0.0)
 
 
-Saved = Any  # what the hooks of a checkpoint, or Tensor.detach, keep of a tensor
-# .at and .found: where a backward last unpacked a tensor, and what held when it was kept
+Packed = Any  # a tensor as the hooks of a checkpoint keep it, or detached, with its version
+# .place and .held: where a backward last unpacked a tensor, and the rows of the forward that packed it
 _unpacked = threading.local()
 
 
 def _place() -> tuple[int, int] | None:
-    """What tells apart the autograd nodes that backwards run; None outside of a backward."""
+    """(backward, autograd node) of the backward that runs now; None outside of a backward."""
     task = torch._C._current_graph_task_id()
     node = torch._C._current_autograd_node()
     return None if task == -1 or node is None else (task, node._sequence_nr())
 
 
 class Alone:
-    """What holds inside of one AdapterBatch.only. `ran`: a forward has run inside."""
+    """Stands for one AdapterBatch.only: one adapter has all rows. `ran`: a forward has run inside."""
 
     ran = False
 
@@ -72,21 +72,19 @@ class CallRows:
     """Which rows of a call belong to which adapter of one AdapterBatch. The batch's layers share it.
 
     A checkpoint saves its function's tensors for backward, and unpacks them just before it computes the function again.
-    So hooks of saved tensors tell a recomputation what held in its forward, wherever backward runs. Where other hooks
-    hide them, or no tensor was given, a recomputation raises. A copy knows of no calls.
+    So hooks of saved tensors give a recomputation its forward's rows, wherever backward runs. If other hooks hide them,
+    or the function had no tensor, a recomputation raises. A copy has no calls.
 
     Attributes:
-        asked: whether a call has to ask `of`. Otherwise its rows lie in the adapters' order.
+        needs_lookup: whether a call has to call `of`. Otherwise its rows are in the adapters' order.
     """
 
-    _held: ClassVar[
-        dict[CallRows, Held]
-    ] = {}  # replaced as a whole: what holds now, of all batches
+    _held: ClassVar[dict[CallRows, Held]] = {}  # of all batches, now; replaced as a whole
 
     def __init__(self) -> None:
-        self.asked = False
+        self.needs_lookup = False
         self._used = False  # by a forward that may be computed again
-        self._inside = False  # what holds was named inside the backward that runs
+        self._inside = False  # the rows were named inside the backward that runs
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CallRows, ()
@@ -103,14 +101,14 @@ class CallRows:
         if alone and self in before:
             raise ValueError("AdapterBatch.rows and .only exclude each other")
         held = CallRows._held = {**before, self: what}
-        self.asked, self._inside = True, _place() is not None
+        self.needs_lookup, self._inside = True, _place() is not None
         unhooked = alone or not torch.is_grad_enabled()
         try:
             with nullcontext() if unhooked else saved_tensors_hooks(*_hooks(held)):
                 yield
         finally:
             CallRows._held, self._inside = before, inside
-            self.asked = self._used or self in before
+            self.needs_lookup = self._used or self in before
 
     def of(self, device: torch.device, training: bool) -> AdapterRows | None:
         """The rows of this call, on `device`; None if they lie in the adapters' order, or one adapter is alone.
@@ -128,42 +126,42 @@ class CallRows:
         return now.get(device) if isinstance(now, dict) else None
 
     def _of_forward(self, place: tuple[int, int], now: Held | None) -> Held | None:
-        known = getattr(_unpacked, "at", None) == place
+        is_here = getattr(_unpacked, "place", None) == place
         if isinstance(now, Alone):
-            if now.ran and not known:
+            if now.ran and not is_here:
                 return now
             raise RuntimeError(
                 "a checkpoint is computed again inside AdapterBatch.only, and its forward was outside: run backward "
                 "outside as well"
             )
-        if known:
-            found: Held | None = _unpacked.found.get(self)
-            return found
+        if is_here:
+            held: Held | None = _unpacked.held.get(self)
+            return held
         raise RuntimeError(
-            "a checkpoint is computed again, and which adapters its rows had is not known: name them for all forwards "
-            "by AdapterBatch.rows around the model. Inside of it, let no other hooks of saved tensors, such as an "
+            "a checkpoint is computed again, and the adapters of its rows are not known: name them for all forwards by "
+            "AdapterBatch.rows around the model. Inside of it, let no other hooks of saved tensors, such as an "
             "offload's, surround the checkpoint, and give its function tensors by position. A forward inside "
             "AdapterBatch.only has its backward there"
         )
 
 
 def _hooks(held: dict[CallRows, Held]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Hooks of saved tensors which note, when one is unpacked, that `held` held. They call those that were there."""
-    there = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Hooks of saved tensors that note `held` when one is unpacked. They call the hooks that were there before."""
+    before = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
-    def pack(x: Tensor) -> Saved:
-        return there[0](x) if there else (x.detach(), x._version)
+    def pack(x: Tensor) -> Packed:
+        return before[0](x) if before else (x.detach(), x._version)
 
-    def unpack(kept: Saved) -> Tensor:
-        if there:
-            x: Tensor = there[1](kept)
+    def unpack(kept: Packed) -> Tensor:
+        if before:
+            x: Tensor = before[1](kept)
         else:
             x, version = kept
             if x._version != version:
                 raise RuntimeError(
                     f"a tensor {list(x.shape)} that backward needs was changed in place after its forward"
                 )
-        _unpacked.at, _unpacked.found = _place(), held
+        _unpacked.place, _unpacked.held = _place(), held
         return x
 
     return pack, unpack

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""n ≥ 1 projections of one x with their adapters: what every node with a linear layer runs.
+"""n ≥ 1 projections of one x with their adapters: the functions that every node with a linear layer runs.
 
     W = [W_1; …; W_n] [ΣN, K]      A = [A_1; …; A_n] [ΣR, K]      B = diag(B_1, …, B_n) [ΣN, ΣR]
 
@@ -22,7 +22,7 @@ scale_inv [1], the maximum, is enough:
     ds = scaling · dy' B',   B'_i = (ρ_i / m_i) B_i      dB_i = (ρ_i / m_i) scaling · dy'_iᵀ s_i      dx = dy' W + ds A
 
 ρ_i = scaling_i / scaling. If masks differ by projection, there is still one GEMM over W. But s, dA and the term ds A
-of dx are then computed one projection after the other.
+of dx are then computed projection by projection.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from torch import Tensor
 from lorakernels import ops
 from lorakernels.autograd.linear.projections import (
     Adapters,
-    Gradients,
     Needs,
+    ProjectionGradients,
     Projections,
 )
 from lorakernels.numerics.fp8 import E4M3
@@ -139,7 +139,7 @@ def gradients(
     needs: Needs,
     dtype: torch.dtype | None = None,
     run: Run = through_dispatcher,
-) -> Gradients:
+) -> ProjectionGradients:
     """Gradients of `project`.
 
     Args:
@@ -147,8 +147,8 @@ def gradients(
         dy: dy' [M, ΣN], which contains the factors `to.multiplier`. With `dy8` and no adapters it may be empty.
         dy8: the bytes of dy' and their scale_inv, or None to quantize dy here.
         operand: returns x, or x8 and its scale_inv. It is called if dA is needed.
-        adapters: what forward kept.
-        needs: which gradients to compute; the others are None.
+        adapters: as forward kept them.
+        needs: which gradients to compute; the rest are None.
         dtype: of dx; None takes dy's.
         run: calls an op.
     """
@@ -161,17 +161,17 @@ def gradients(
     power = to.spec.power_of_two if dy8 is None and needs.x else None
     if scaling is not None or block is not None:
         up = None if block is None else Up(block, s if needs.B else None, to.spec.scaling)
-        found8, scale_inv, ds, dB, dropped = _quantize(to, dy, up, scaling, power, needs, run)
+        bytes8, scale_inv, ds, dB, dropped = _quantize(to, dy, up, scaling, power, needs, run)
         made = scaling is not None or power is not None
-        dy8 = Scaled(found8, scale_inv) if made else dy8
+        dy8 = Scaled(bytes8, scale_inv) if made else dy8
     dy8 = dy8 or Scaled(dy)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
-        each = adapters_of(lora_B[0])
-        dA = [*grad_A(to, ds, operand(), (dtype_A, each), dropped, run)]
+        count = adapters_of(lora_B[0])
+        dA = [*grad_A(to, ds, operand(), (dtype_A, count), dropped, run)]
     dx = grad_x(to, dy8, ds, dtype or dy.dtype, run, dropped) if needs.x else None
     unstacked = unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
-    return Gradients(dx, dA, unstacked or [None] * len(lora_B))
+    return ProjectionGradients(dx, dA, unstacked or [None] * len(lora_B))
 
 
 def _quantize(
@@ -190,8 +190,8 @@ def _quantize(
     side, fp8_dtype = to.beside, to.spec.backward_dtype
     mask = _mask_to_draw(to, dy, up, needs)
     cols = 0 if mask is None else to.weight.shape[1]
-    found = run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power, mask, cols)
-    dy8, scale_inv, ds, dB, dropped = found
+    results = run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power, mask, cols)
+    dy8, scale_inv, ds, dB, dropped = results
     return dy8, scale_inv, ds, dB, None if mask is None else dropped
 
 
@@ -252,7 +252,7 @@ def grad_x(
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """diag(f_i B_i) [ΣN, ΣR] for forward (f_i = ρ_i) and for backward (f_i = ρ_i / m_i), in one launch.
 
-    If `to.beside` is set, the second has the f_i B_i below each other: [ΣN, R]. Of J adapters in one batch, all lead
+    If `to.beside` is set, the second has the f_i B_i stacked: [ΣN, R]. Of J adapters in one batch, all lead
     with J. Returns (B itself, None) for one projection, and (None, None) without adapters.
     """
     if not to.adapted:
@@ -264,7 +264,7 @@ def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, T
 
 
 def unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
-    """dB_i of each adapter, from that of the second result of `stack_B`."""
+    """dB_i of each adapter, from the gradient of the second result of `stack_B`."""
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
@@ -276,9 +276,9 @@ def bias_gradients(
     to: Projections, dy: Tensor, dtypes: Sequence[torch.dtype | None]
 ) -> list[Tensor | None]:
     """Σ_rows dy_i [N_i] for each projection with a dtype in `dtypes`, else None. m_i is divided out of dy' [M, ΣN]."""
-    found: list[Tensor | None] = [None] * len(dtypes)
+    dbias: list[Tensor | None] = [None] * len(dtypes)
     for i, dtype in enumerate(dtypes):
         if dtype is not None:
             total = dy.split(list(to.rows), 1)[i].float().sum(0)
-            found[i] = (total if to.multiplier is None else total / to.multiplier[i]).to(dtype)
-    return found if to.over is None else to.over.complete(found)
+            dbias[i] = (total if to.multiplier is None else total / to.multiplier[i]).to(dtype)
+    return dbias if to.over is None else to.over.complete(dbias)

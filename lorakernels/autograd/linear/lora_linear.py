@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A frozen linear layer with an adapter: by a plan where one fits, otherwise by the ops."""
+"""A frozen linear layer with an adapter: by a recorded call if there can be one, otherwise by the ops."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from lorakernels.autograd.linear.node import LinearNode, in_bytes
-from lorakernels.autograd.linear.plan import planned_linear
+from lorakernels.autograd.linear.recorded import recorded_linear
 from lorakernels.autograd.linear.values import Adapter, Call
 from lorakernels.numerics.autocast import autocast_dtype
 from lorakernels.values import Weight
@@ -33,8 +33,8 @@ def lora_linear(
     if (dtype := autocast_dtype(kind)) is not None:
         x = x.to(dtype)
     x = x if x.is_contiguous() else x.contiguous()
-    by_plan = kind == "cuda" and call.over is None
-    y = planned_linear(x, weight, bias, adapter, call) if by_plan else None
+    may_record = kind == "cuda" and call.over is None
+    y = recorded_linear(x, weight, bias, adapter, call) if may_record else None
     if y is not None:
         return y
     weight, shape = in_bytes(weight), x.shape

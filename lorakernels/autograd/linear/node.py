@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The autograd node of a linear layer: one projection of `linear`, and what is kept of it.
+"""The autograd node of a linear layer: one projection of `linear`, and the tensors that it keeps.
 
-Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only what the
-wanted gradients need is saved. Parameters are saved by reference. Under BlockScaling x8 has a scale_inv for each
-1 × 128, and nothing but results is written. Layers that ranks hold together and compiled calls run the same functions.
+Backward may need x8 and its 4-byte scale_inv (x itself over a plain base), s, and the 16-byte slot. Only tensors that
+the wanted gradients need are saved. Parameters are saved by reference. Under BlockScaling x8 has a scale_inv for each
+1 × 128, and only results are written. Layers that ranks hold together and compiled calls run the same functions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lorakernels.values import Scaled, Weight
 
 
 class Saved(NamedTuple):
-    """What backward reads of a linear layer; None for what no gradient needs.
+    """The tensors of a linear layer that backward reads; None for one that no gradient needs.
 
     Attributes:
         weight, w_scale_inv: of a `Weight`.
@@ -63,8 +63,8 @@ class Saved(NamedTuple):
         return self._asdict()
 
 
-class Gradients(NamedTuple):
-    """dx [M, K], dA, dB and dbias of a linear layer; None for what is not needed."""
+class LinearGradients(NamedTuple):
+    """dx [M, K], dA, dB and dbias of a linear layer; None for one that is not needed."""
 
     x: Tensor | None
     A: Tensor | None
@@ -103,12 +103,12 @@ def gradients(
     needs: Needs,
     dy: Tensor,
     run: Run = through_dispatcher,
-) -> Gradients:
-    """Those that `needs` asks for, from a contiguous dy [M, N].
+) -> LinearGradients:
+    """The gradients in `needs`, from a contiguous dy [M, N].
 
     Args:
-        call: the forward's, without what `saved` has.
-        dtypes: of A and of the bias; None for what is not there.
+        call: the forward's; `saved` has its slot.
+        dtypes: of A and of the bias; None for an absent one.
         run: calls an op.
     """
     frozen, adapter = Weight(saved.weight, saved.w_scale_inv), Adapter(saved.lora_A, saved.lora_B)  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def gradients(
 
     grads = linear.gradients(to, dy, None, operand, adapters, needs, run=run)
     (dbias,) = linear.bias_gradients(to, dy, [dtype_bias if needs.bias else None])
-    return Gradients(grads.x, (*grads.A, None)[0], (*grads.B, None)[0], dbias)
+    return LinearGradients(grads.x, (*grads.A, None)[0], (*grads.B, None)[0], dbias)
 
 
 class LinearNode(torch.autograd.Function):
@@ -135,11 +135,11 @@ class LinearNode(torch.autograd.Function):
         weight: Weight,
         call: Call,
     ) -> Tensor:
-        """y [M, N] of x [M, K]. Over ranks that split rows, M of y is not that of x."""
+        """y [M, N] of x [M, K]. Over ranks that split rows, y and x have different M."""
         needs, adapter = _needs(ctx), Adapter(lora_A, lora_B)
         y, operand, s = forward(x, bias, adapter, weight, call, keeps_s=needs.B)
         saved = Saved.of(needs, weight, adapter._replace(s=s), operand, call.slot)
-        if call.over is not None:  # parts are told from W's shape, also where no dx is computed
+        if call.over is not None:  # W's shape gives the parts, also where no dx is computed
             saved = saved._replace(weight=weight.data, w_scale_inv=weight.scale_inv)
         keep(ctx, **saved.by_name())
         ctx.spec, ctx.state_dy, ctx.over = call.spec, call.state_dy, call.over

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""n ≥ 1 projections of one x as values: what they hold, what of them is trained, and which ranks hold them together.
+"""n ≥ 1 projections of one x as values: their tensors, their adapters, and the ranks that hold them together.
 
-What is computed of them is in linear.py, which has the equations.
+linear.py computes with them, and has the equations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lorakernels.values import Dropout, Scaled, Scaling, SideBySide, Weight
 
 
 class Needs(NamedTuple):
-    """Which gradients to compute. `bias` is for a node of one projection; `fused_node.Wanted` has those of several."""
+    """Which gradients to compute. `bias` is for a node of one projection; `Wanted` (decoder/node.py) is for several."""
 
     x: bool
     A: bool
@@ -27,7 +27,9 @@ class Needs(NamedTuple):
     bias: bool = False
 
 
-class Gradients(NamedTuple):
+class ProjectionGradients(NamedTuple):
+    """dx, and dA_i and dB_i of each adapter; None for what is not needed."""
+
     x: Tensor | None
     A: list[Tensor | None]
     B: list[Tensor | None]
@@ -49,8 +51,8 @@ class Adapters(NamedTuple):
     stacked_B: Tensor | None = None
 
 
-class PlannedProjections(NamedTuple):
-    """What plans take of Projections (decoder/plan.py).
+class RecordedProjections(NamedTuple):
+    """What a recorded call takes of Projections (decoder/recorded.py).
 
     Attributes:
         kind: equal for Projections whose launches differ in addresses, columns and dropout sites only.
@@ -70,10 +72,10 @@ class OverRanks(Protocol):
         """The scale that all ranks have for their parts of x, or of dy; None over a plain base."""
 
     def known(self, spec: LoRASpec, backward: bool = False) -> Scaling | None:
-        """As `scaling`, where no rank has to ask the others; else None."""
+        """As `scaling` if this rank has it without communication; else None."""
 
     def placed(self, to: Projections, rows: int) -> Projections:
-        """`to` with masks at the place of this rank's x, which has so many rows."""
+        """`to` with masks at the position of this rank's x, which has `rows` rows."""
 
     def project(
         self,
@@ -99,11 +101,11 @@ class OverRanks(Protocol):
         adapters: Adapters,
         needs: Needs,
         dtype: torch.dtype,
-    ) -> Gradients:
-        """As `gradients`, of which all are complete."""
+    ) -> ProjectionGradients:
+        """As `gradients`. All are complete."""
 
     def complete(self, dbias: list[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of biases, from those of this rank's rows."""
+        """Gradients of biases, from the gradients over this rank's rows."""
 
 
 class Projections(NamedTuple):
@@ -112,7 +114,7 @@ class Projections(NamedTuple):
     Attributes:
         weight: [ΣN, K], e4m3 bytes or plain.
         scale_inv: fp32 [ΣN] or [1], or [⌈ΣN/128⌉, ⌈K/128⌉] of blocks; None over a plain base.
-        grad_scale_inv: fp32 [1], the largest of the scale_inv, or those of the blocks; None over a plain base.
+        grad_scale_inv: fp32 [1], the largest scale_inv, or the scales of blocks; None over a plain base.
         bias: [ΣN] or None.
         multiplier: fp32 [n], the m_i that dy' contains; ones for n = 1 or a plain base. For n = 1 there is one for each
             result that the projection packs, such as q, k and v. None if dy comes as it is.
@@ -124,7 +126,7 @@ class Projections(NamedTuple):
         state_x, state_dy: `FP8State.forward` and `.backward`, or None.
         spec: scaling, and how x and dy are quantized.
         weights: the W_i as parameters. They are saved for backward, so that autograd notices a write in between.
-        planned: what plans take of it; None where there are none.
+        recorded: what a recorded call takes of it; None where there is no such call.
         over: where ranks hold the projections together. Weights, A or B, and biases are this rank's parts then.
     """
 
@@ -142,7 +144,7 @@ class Projections(NamedTuple):
     state_dy: Tensor | None
     spec: LoRASpec
     weights: tuple[Tensor, ...] = ()
-    planned: PlannedProjections | None = None
+    recorded: RecordedProjections | None = None
     over: OverRanks | None = None
 
     @classmethod
@@ -197,7 +199,7 @@ class Projections(NamedTuple):
 
     @property
     def beside(self) -> SideBySide | None:
-        """`side` if `quantize_grad` takes these projections side by side, with the B_i below each other; else None."""
+        """`side` if `quantize_grad` takes these projections side by side, with the B_i stacked; else None."""
         return self.diagonal if side_by_side(self.side) else None
 
     @property
@@ -220,13 +222,13 @@ class Projections(NamedTuple):
         )
 
     def scaling_ahead(self, backward: bool = False) -> Scaling | None:
-        """The scale of an x (or dy) still to be made; None over a plain base, or while ranks must ask each other."""
+        """The scale of an x (or dy) still to be made; None over a plain base, or if ranks must communicate for it."""
         if self.over is not None:
             return self.over.known(self.spec, backward)
         return self.spec.of_state(self.state_dy if backward else self.state_x)
 
     def placed(self, rows: int) -> Projections:
-        """These projections with masks at the place of an x of so many rows."""
+        """These projections with masks at the position of an x of `rows` rows."""
         return self if self.over is None else self.over.placed(self, rows)
 
     def parts(self, matrix: Tensor, dim: int = -2) -> list[Tensor]:

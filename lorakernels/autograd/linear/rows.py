@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of linear.py for some of all rows. Ranks exchange others meanwhile (parallel/tensor/projections.py).
+"""The products of linear.py for some of all rows. Ranks exchange more rows meanwhile (parallel/tensor/projections.py).
 
 `project_rows` and `grad_rows` write into a tensor that has all rows. Per row they compute what `project` and `grad_x`
 do, of an operand with one scale. `grad_rows` takes one mask at most.
@@ -51,23 +51,23 @@ class Product(NamedTuple):
         return rounds * self.depth * _OF_A_TILE
 
     def slower_in(self, pieces: Iterable[int], multiprocessors: int) -> float:
-        """Seconds that it takes longer in `pieces`, numbers of rows, than at once."""
-        each = [*pieces]
-        apart = sum(self.seconds(rows, multiprocessors) for rows in each)
-        return apart - self.seconds(sum(each), multiprocessors)
+        """The additional seconds in `pieces`, numbers of rows, over all rows at once."""
+        sizes = [*pieces]
+        apart = sum(self.seconds(rows, multiprocessors) for rows in sizes)
+        return apart - self.seconds(sum(sizes), multiprocessors)
 
 
 def slower_in_pieces(
     to: Projections, pieces: Iterable[int], multiprocessors: int, backward: bool = False
 ) -> float:
-    """Seconds that y, or with `backward` dx, takes longer in `pieces`, numbers of rows, than at once on Hopper."""
+    """On Hopper, the additional seconds of y (or dx) in `pieces`, numbers of rows, over all rows at once."""
     cols, depth = to.weight.shape[::-1] if backward else to.weight.shape
     split = to.spec.split_dgrad if backward else to.spec.split_fprop
     return Product(cols, depth, backward, split).slower_in(pieces, multiprocessors)
 
 
 def masks_at(to: Projections, rows: slice) -> Projections:
-    """`to` with its masks of these of its own rows."""
+    """`to` with the masks of these of its rows."""
 
     def of(mask: Dropout) -> Dropout:
         bits = None if mask.dropped is None else mask.dropped[rows]
@@ -84,7 +84,7 @@ def project_rows(
     to: Projections,
     stacked_B: Tensor | None,
 ) -> None:
-    """Write the `rows` of y [M, ΣN]. `operand` and `s` have these alone."""
+    """Write the `rows` of y [M, ΣN]. `operand` and `s` have these rows only."""
     up = None if stacked_B is None else Up(stacked_B, s, to.spec.scaling)
     weight = Weight(to.weight, to.scale_inv)
     split, side = to.spec.split_fprop, to.diagonal
@@ -93,7 +93,7 @@ def project_rows(
 
 
 def grad_rows(dx: Tensor, rows: slice, dy8: Scaled, ds: Tensor | None, to: Projections) -> None:
-    """Write the `rows` of dx [M, K]. `dy8` and `ds` have these alone, and `to` has the masks of all."""
+    """Write the `rows` of dx [M, K]. `dy8` and `ds` have these rows only, and `to` has the masks of all rows."""
     lora_A = to.lora_A
     mask = masks_at(to, rows).masks[0] if to.masks else None
     d = ds if lora_A is not None else None

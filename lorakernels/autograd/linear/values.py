@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one call of a linear layer with an adapter needs besides x, W and the bias."""
+"""The values of one call of a linear layer with an adapter, besides x, W and the bias."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lorakernels.values import Dropout, Scaling
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """What one call needs besides tensors.
+    """The numbers of one call.
 
     A recipe becomes arguments of ops here alone, by `following`: `of_state` has the scale of a whole tensor, and
     `power_of_two` says how each block is scaled. Both are None over a plain base.
@@ -30,7 +30,7 @@ class LoRASpec:
         row0, chunks, col0: where x[0, 0], and its rows, lie in the tensor that the mask is drawn for.
         column, delayed, backward_dtype, split_fprop, split_dgrad: as of `config.CallScaling`.
         power_of_two: likewise; None where x and dy have no blocks.
-        memo: where others keep what they know of this layer, each under a name of its own, such as `Known`.
+        memo: {name: `LastCalls` of this layer} (recorded.py).
     """
 
     scaling: float = 1.0

@@ -30,7 +30,7 @@ _COPIED = (
 _WARPS = 8
 
 
-class Gradients(NamedTuple):
+class KeyGradients(NamedTuple):
     """dk, dv [B, Hk, T, D] of the keys and values from token `begin` of each row on. Columns lie side by side."""
 
     begin: int
@@ -191,7 +191,7 @@ def _layered_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + offset, total, inside)
 
 
-def layered(parts: Sequence[Gradients], out: Tensor) -> None:
+def layered(parts: Sequence[KeyGradients], out: Tensor) -> None:
     """`out`, contiguous fp32 [n, B, 2C, 2 Hk, D], becomes the sum of `parts` in their order, by rank, and 0 elsewhere.
 
     Each part has whole chunks. There are at most MOST_RANGES.

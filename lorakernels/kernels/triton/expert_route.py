@@ -94,7 +94,7 @@ def _place_kernel(
 
 
 def route(out: tuple[Tensor, ...], chosen: Tensor, experts: int) -> None:
-    """Write group_of, starts, ends, source, own and place, as numerics/groups.py has them, of chosen [T, J]."""
+    """Write group_of, starts, ends, source, row and place, as numerics/groups.py has them, of chosen [T, J]."""
     group_of, starts, ends, source, row_in_use, place = out
     choices = chosen.numel()
     parts, padded = triton.cdiv(choices, PART), triton.next_power_of_2(experts + 1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels.autograd.linear.adapter_rows import AdapterRows, Alone, CallRows
-from lorakernels.modules.batch.input import ask_inputs
+from lorakernels.modules.batch.input import check_inputs
 from lorakernels.modules.batch.ranks import (
     FACTORS,
     RefuseWider,
@@ -40,13 +40,13 @@ NAMED = "named_rows"  # a buffer of each layer inside AdapterBatch.rows
 
 
 class AdapterBatch:
-    """What `batch_adapters` returns: the adapters of a model by name.
+    """The adapters of a model by name, from `batch_adapters`.
 
     Attributes:
         names: of the adapters, in the order of their rows.
         layers: {path: LoRALinear} of the model. Their lora_A is [J, R, K] and their lora_B [J, N, R].
-        ranks: {name: rank} of those below the layers' own. The rest of the rows of A and columns of B are zeros, and so
-            are their gradients. `parameters` leaves it out.
+        ranks: {name: rank} of adapters with a rank below the layers' own. Beyond it the rows of A and the columns of B
+            are zeros, and so are their gradients. `parameters` leaves them out.
     """
 
     def __init__(
@@ -66,29 +66,29 @@ class AdapterBatch:
         }
         self._views = {name: self._narrowed(name) for name in names}
         self._seen = {path: (whole.data_ptr(), whole.dtype) for path, whole in wholes.items()}
-        self._tied: dict[str, nn.Parameter] = {}  # whose gradients `follow` hands on
+        self._tied: dict[str, nn.Parameter] = {}  # `follow` hands their gradients on
 
     def _wholes(self) -> dict[str, nn.Parameter]:
         """{path of a layer's lora_A or lora_B: all adapters' together}."""
-        found = {
+        wholes = {
             f"{path}.{factor}": getattr(layer, factor)
             for path, layer in self.layers.items()
             for factor in FACTORS
         }
-        if alone := [path for path, whole in found.items() if whole.dim() != 3]:
+        if alone := [path for path, whole in wholes.items() if whole.dim() != 3]:
             raise RuntimeError(
                 f"{alone[0]} is one adapter's: inside AdapterBatch.only the model has that one alone"
             )
-        return found
+        return wholes
 
     def _narrowed(self, name: str) -> dict[str, nn.Parameter]:
         """The parameters of `name` in its own rank, which are the padded ones where that is the layer's."""
-        found = dict(self._padded[name])
-        for path, padded in found.items() if name in self.ranks else ():
+        parts = dict(self._padded[name])
+        for path, padded in parts.items() if name in self.ranks else ():
             part = within(padded.data, path, self.ranks[name])
             if part.shape != padded.shape:
-                found[path] = nn.Parameter(part, requires_grad=padded.requires_grad)
-        return found
+                parts[path] = nn.Parameter(part, requires_grad=padded.requires_grad)
+        return parts
 
     def _renewed(self) -> dict[str, nn.Parameter]:
         """`_wholes`, after moving the adapters' parts to where these parameters lie now.
@@ -143,18 +143,18 @@ class AdapterBatch:
                 view.grad = None if part is None else within(part, path, self.ranks[name])
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle and deepcopy, whose parts do not lie in the layers' memory."""
+        """State for pickle and deepcopy. Its parts are not in the layers' memory."""
         return {**vars(self), "_seen": {}, "_tied": {}}
 
     def parameters(self, name: str, *, padded: bool = False) -> dict[str, nn.Parameter]:
         """{path of a LoRALinear's lora_A or lora_B: the adapter's own part of it}, for an optimizer.
 
-        They lie in the model's memory: an update in place is seen by the next forward. Where that memory has moved,
-        this call and the next step of an optimizer that is followed find it again.
+        They share the model's memory, so that the next forward sees an update in place. If that memory has moved, this
+        call and the next step of an optimizer that is followed find it again.
 
-        A part has the adapter's rank. Of a rank below the layer's, lora_B is then a view whose rows have gaps. torch's
+        A part has the adapter's rank. Below the layer's rank, lora_B is then a view with gaps between its rows. torch's
         `fused=True` and optimizers of other packages may need dense tensors. `padded` gives those: parts of the layer's
-        rank, whose rest is zeros without a gradient.
+        rank, with zeros without a gradient in the rest.
 
         Raises:
             KeyError: there is no such adapter.
@@ -170,10 +170,10 @@ class AdapterBatch:
     ) -> list[dict[str, Any]]:
         """A parameter group of torch's optimizers for each adapter, with the `options` of its name.
 
-        `padded` is that of `parameters`.
+        `padded`: as for `parameters`.
 
         Raises:
-            KeyError: `options` name an adapter that is not there.
+            KeyError: `options` name an adapter that the batch lacks.
             RuntimeError: the call is inside `only`.
         """
         options = options or {}
@@ -181,7 +181,8 @@ class AdapterBatch:
             self.parameters(name)
         params = {name: [*self.parameters(name, padded=padded).values()] for name in self.names}
         return [
-            {"params": own, **options.get(name, {}), "name": name} for name, own in params.items()
+            {"params": parts, **options.get(name, {}), "name": name}
+            for name, parts in params.items()
         ]
 
     def give_gradients(self) -> None:
@@ -238,7 +239,7 @@ class AdapterBatch:
 
         Raises:
             KeyError: there is no such adapter.
-            ValueError: `names` is empty, or names the base alone, whose weight lacks an initial adapter.
+            ValueError: `names` is empty, or names the base alone, but its weight lacks an initial adapter.
         """
         if not names:
             raise ValueError("names must have one for each sequence, found none")
@@ -343,19 +344,19 @@ def batch_adapters(
             or `modules_to_save` train, which all adapters would share. Nothing is changed then.
     """
     layers: dict[str, Any] = dict(lora_modules(model))
-    own = dict(ranks or {})
+    lower = dict(ranks or {})
     refuse(model, "batch_adapters", layers)
-    _check(layers, names, own)
+    _check(layers, names, lower)
     _check_model(model)
-    made = {path: _started(layer, names, own) for path, layer in layers.items()}
+    made = {path: _started(layer, names, lower) for path, layer in layers.items()}
     for path, layer in layers.items():
         for factor, value in zip(FACTORS, made[path], strict=True):
             grad = getattr(layer, factor).requires_grad
             setattr(layer, factor, nn.Parameter(value, requires_grad=grad))
-        if own:
-            layer.register_load_state_dict_pre_hook(RefuseWider(names, own))
-    batch = AdapterBatch(layers, tuple(names), own)
-    ask_inputs(model, layers)
+        if lower:
+            layer.register_load_state_dict_pre_hook(RefuseWider(names, lower))
+    batch = AdapterBatch(layers, tuple(names), lower)
+    check_inputs(model, layers)
     return batch
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether several adapters divide the sequences that a model is given.
+"""Whether several adapters divide the sequences of a model's batch.
 
-A layer that its own module gives flat rows [B · T, K], as OPT's fc1 and a shared expert get, cannot tell where a
-sequence ends. So the model is asked before it runs, once a forward.
+A layer with flat rows [B · T, K], such as OPT's fc1 and a shared expert, does not see where a sequence ends. So a hook
+checks the model's input, once a forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lorakernels.modules.linear.calls import rows_of_call
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.numerics.segments import adapters_of, cut_sequence
 
-_REPEATED = (nn.ModuleList, nn.Sequential)  # what they hold is not asked: the model is
+_REPEATED = (nn.ModuleList, nn.Sequential)  # the modules in them have no hook: the model has
 
 
 class BatchInput:
@@ -28,17 +28,17 @@ class BatchInput:
     """
 
     def __init__(self, layer: LoRALinear, names: tuple[str, ...]) -> None:
-        """`layer`: one of them. It is not kept: `unload` may replace it, and its memory is then free."""
+        """`layer`: one of the batch's. It is not kept: `unload` may replace it, and its memory is then free."""
         self._names, self._calls = names, layer.adapter_rows
         self._adapters = adapters_of(layer.lora_A)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """ValueError if the adapters do not divide the sequences."""
-        given = args[:1] or [kwargs[n] for n in self._names if kwargs.get(n) is not None]
-        x = given[0] if given else None
+        inputs = args[:1] or [kwargs[n] for n in self._names if kwargs.get(n) is not None]
+        x = inputs[0] if inputs else None
         if not isinstance(x, Tensor) or x.dim() < 2 or (x.dim() == 2 and x.is_floating_point()):
             return
-        named = self._calls is not None and self._calls.asked
+        named = self._calls is not None and self._calls.needs_lookup
         if not named and x.shape[0] % self._adapters == 0:
             return
         layer = self._running(module)
@@ -49,10 +49,10 @@ class BatchInput:
             raise cut_sequence(x, adapters)
 
     def _running(self, module: nn.Module) -> LoRALinear | None:
-        """One of the layers that is still there, and not switched off; None if there is none."""
-        own = (m for m in module.modules() if isinstance(m, LoRALinear))
+        """A layer of the batch that is still in `module` and not switched off; None without one."""
+        layers = (m for m in module.modules() if isinstance(m, LoRALinear))
         return next(
-            (m for m in own if m.adapter_rows is self._calls and not m.disable_adapters), None
+            (m for m in layers if m.adapter_rows is self._calls and not m.disable_adapters), None
         )
 
 
@@ -62,8 +62,8 @@ def _adapters_of_call(layer: LoRALinear) -> int:
     return adapters_of(layer.lora_A) if rows is None else len(rows.numbers)
 
 
-def ask_inputs(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
-    """Let `model`, and what of it holds `layers` outside of its repeated blocks, look at the sequences it is given.
+def check_inputs(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
+    """Add a hook that checks the batch size to `model` and to each submodule outside of repeated blocks with a layer.
 
     Args:
         model: of `batch_adapters`.
@@ -71,8 +71,8 @@ def ask_inputs(model: nn.Module, layers: Mapping[str, LoRALinear]) -> None:
     """
     one = next(iter(layers.values()))
     for caller in _callers(model, layers):
-        own = getattr(caller, "main_input_name", "input_ids")  # as transformers has it
-        names = tuple(dict.fromkeys((own, "input_ids", "inputs_embeds")))
+        main = getattr(caller, "main_input_name", "input_ids")  # as transformers has it
+        names = tuple(dict.fromkeys((main, "input_ids", "inputs_embeds")))
         caller.register_forward_pre_hook(BatchInput(one, names), with_kwargs=True)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of an AdapterBatch whose rank is below the layers': A [R, K] and B [N, R] of which a part is theirs.
+"""Adapters of an AdapterBatch with a rank below the layers': a part of A [R, K] and B [N, R] is theirs.
 
 The rest is zeros. Then s has zeros in its columns, dA and dB are zeros there, and an optimizer leaves them zeros.
 """
@@ -21,7 +21,7 @@ def within(factor: Tensor, path: str, rank: int) -> Tensor:
 
 
 def beyond(factor: Tensor, path: str, rank: int) -> Tensor:
-    """The rest of `factor` behind `within`."""
+    """The rest of `factor` after `within`."""
     dim = _dim(path)
     start = min(rank, factor.shape[dim])
     return factor.narrow(dim, start, factor.shape[dim] - start)
@@ -49,7 +49,7 @@ def check_dense(
         if part.data_ptr() != padded[path].data_ptr():
             raise RuntimeError(
                 f"{path}: an optimizer has given the part of adapter {name!r} other memory, which the layer does not "
-                "see. Make it from param_groups(padded=True), whose tensors are dense"
+                "see. Make it from param_groups(padded=True), which has dense tensors"
             )
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules with stacked experts LoRAExperts computes: those that run transformers' own default methods.
 
-Shapes and names do not tell. DeepSeek-V4 clamps the gate, others scale or normalize an expert's output. A module is
-taken if its forward asks transformers' table of implementations, its gate is transformers' default, and its eager
-forward has MixtralExperts' instructions.
+Shapes and names do not suffice. DeepSeek-V4 clamps the gate, and more models scale or normalize an expert's output. A
+module is taken if its forward uses transformers' table of implementations, its gate is transformers' default, and its
+eager forward has MixtralExperts' instructions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 STACKED = ("gate_up_proj", "down_proj")
-# What transformers' decorator of experts says of their layout, and what LoRAExperts computes
+# The layout that LoRAExperts computes, in the attributes of transformers' decorator of experts
 _LAYOUT = {
     "has_gate": True,
     "has_bias": False,
@@ -61,11 +61,11 @@ def _why_not_methods(owner: nn.Module) -> str:
         return "whose forward was replaced on the instance"
     if kind.__call__ is not nn.Module.__call__ or not _is_default(kind.forward, moe):
         return "whose forward is not the one of transformers' MixtralExperts"
-    asked = getattr(getattr(owner, "config", None), "_experts_implementation", None)
-    runs = moe.ALL_EXPERTS_FUNCTIONS.get(asked)
+    name = getattr(getattr(owner, "config", None), "_experts_implementation", None)
+    runs = moe.ALL_EXPERTS_FUNCTIONS.get(name)
     module = getattr(runs, "__module__", None)
     if runs is not None and not str(module).startswith("transformers."):
-        return f"whose experts_implementation={asked!r} is a function of {module}"
+        return f"whose experts_implementation={name!r} is a function of {module}"
     return ""
 
 
@@ -91,7 +91,7 @@ def _instructions(code: CodeType) -> tuple[object, ...]:
 
 
 def _why_not_held(owner: nn.Module) -> str:
-    """LoRAExperts has the activation and the experts, and nothing else that its owner held."""
+    """Why LoRAExperts would lose something: it has only the activation and the experts of the owner; "" if not."""
     others = sorted({*owner._modules, *owner._buffers} - {"act_fn"})
     return f"which also holds {', '.join(others)}" if others else ""
 

@@ -8,8 +8,8 @@ transformers 5 holds experts as two stacked parameters, `gate_up_proj` [E, 2 F, 
 memory, at `….experts.gate_up_proj.3`, which `apply_lora` then adapts as any other.
 
 The tokens are sorted by their experts on the device. On Hopper, experts in FP8 with one scale each run as one stack
-(stack.py). One launch computes them all, and a CUDA graph can hold it. Elsewhere they run one after the other,
-and the host waits once a layer to learn how many tokens each has.
+(stack.py). One launch computes them all, and a CUDA graph can hold it. Elsewhere they run one by one, and the
+host waits once a layer for the number of tokens of each.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ class LoRAExperts(nn.Module):
 
         Args:
             hidden_states: [T, H].
-            top_k_index: integers [T, J]; num_experts, and no more, stands for no expert.
+            top_k_index: integers [T, J]; num_experts stands for no expert.
             top_k_weights: [T, J].
 
         Raises:
-            RuntimeError: the stream is being captured, and the experts run one after the other.
+            RuntimeError: the stream is being captured, and the experts run one by one.
         """
         x = under_autocast(hidden_states)
         why_not = self.why_not_stacked(x.dtype)
@@ -94,11 +94,11 @@ class LoRAExperts(nn.Module):
         numbers = torch.bincount(chosen, minlength=self.num_experts + 1).tolist()
         per_token = top_k_index.shape[-1]
         parts = hidden_states[order // per_token].split(numbers)
-        found = [self.expert(e, part) for e, part in enumerate(parts[: self.num_experts])]
-        found.append(torch.zeros_like(parts[-1], dtype=found[0].dtype))
+        outputs = [self.expert(e, part) for e, part in enumerate(parts[: self.num_experts])]
+        outputs.append(torch.zeros_like(parts[-1], dtype=outputs[0].dtype))
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
-        y = torch.cat(found)[back].view(*top_k_index.shape, -1)  # [T, J, H]
+        y = torch.cat(outputs)[back].view(*top_k_index.shape, -1)  # [T, J, H]
         return (y * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)
 
     def why_not_stacked(self, dtype: torch.dtype = torch.bfloat16) -> str | None:
@@ -128,7 +128,7 @@ class LoRAExperts(nn.Module):
 
     @torch.no_grad()
     def stacked_again(self) -> nn.Module:
-        """The module that this one took the place of, with weights of its own: those of the plain linear layers.
+        """The module that this one has replaced, with the plain linear layers' weights in new memory.
 
         Raises:
             TypeError: a layer is not a plain nn.Linear.
@@ -148,7 +148,7 @@ class LoRAExperts(nn.Module):
 
 
 def _is_silu(act_fn: Callable[[Tensor], Tensor]) -> bool:
-    """Whether the fused kernel may stand for it: a subclass, an own forward or a hook may compute something else."""
+    """Whether the fused kernel computes it: a subclass, a forward of its own or a hook may compute something else."""
     if type(act_fn) is not nn.SiLU:
         return act_fn is nn.functional.silu
     hooked = act_fn._forward_hooks or act_fn._forward_pre_hooks
@@ -156,7 +156,7 @@ def _is_silu(act_fn: Callable[[Tensor], Tensor]) -> bool:
 
 
 def _linear_over(weight: Tensor) -> nn.Linear:
-    """An nn.Linear without a bias, whose weight is `weight` [N, K] itself."""
+    """An nn.Linear without a bias over `weight` [N, K] itself."""
     n, k = weight.shape
     layer = nn.Linear(k, n, bias=False, device="meta")
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -179,19 +179,19 @@ def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[in
         ValueError: a name matches no parameter.
         TypeError: a parameter is not one of the stacked experts that LoRAExperts computes.
     """
-    there = [path for path, _ in model.named_parameters()]
+    parameters = [path for path, _ in model.named_parameters()]
     held = held_experts(model)
-    clean = {path: clean_path(path) for path in (*there, *held)}
-    found = [path for path in clean if config.names_parameter(clean[path])]
+    clean = {path: clean_path(path) for path in (*parameters, *held)}
+    named = [path for path in clean if config.names_parameter(clean[path])]
     for name in config.target_parameters or ():
-        if not any(clean[path] == name or clean[path].endswith(f".{name}") for path in found):
+        if not any(clean[path] == name or clean[path].endswith(f".{name}") for path in named):
             stacked = sorted({path.rpartition(".")[2] for path in (*_stacked(model), *held)})
             raise ValueError(
                 f"LoRAConfig.target_parameters: no parameter ends with {name!r}; stacked experts here: "
                 f"{', '.join(stacked) or 'none'}"
             )
     shapes: dict[str, tuple[int, int, int]] = {}
-    for path in found:
+    for path in named:
         owner, _, name = path.rpartition(".")
         if path not in held:
             why = why_not_experts(model.get_submodule(owner), name)
@@ -205,14 +205,14 @@ def named_parameters(model: nn.Module, config: LoRAConfig) -> dict[str, tuple[in
 
 def held_experts(model: nn.Module) -> dict[str, tuple[int, int, int]]:
     """{path that a stacked parameter would have: (E, N, K)} of every LoRAExperts."""
-    found: dict[str, tuple[int, int, int]] = {}
+    shapes: dict[str, tuple[int, int, int]] = {}
     for path, module in model.named_modules():
         if isinstance(module, LoRAExperts):
             for name in STACKED:
                 first = getattr(module, name)[0]
                 shape = (module.num_experts, first.out_features, first.in_features)
-                found[f"{path}.{name}" if path else name] = shape
-    return found
+                shapes[f"{path}.{name}" if path else name] = shape
+    return shapes
 
 
 def _stacked(model: nn.Module) -> Iterator[str]:
@@ -243,7 +243,7 @@ def unstack_owner(model: nn.Module, path: str) -> None:
 
 
 def restack(model: nn.Module) -> None:
-    """Put stacked experts back in the place of every LoRAExperts whose layers are all plain."""
+    """Put stacked experts back in the place of every LoRAExperts with plain layers only."""
     for module in [m for m in model.modules() if isinstance(m, LoRAExperts)]:
         if all(type(layer) is nn.Linear for name in STACKED for layer in getattr(module, name)):
             replace(model, module, module.stacked_again())
@@ -258,15 +258,15 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 def expert_layers(model: nn.Module) -> dict[str, str]:
     """{path of an expert's layer: clean path of the parameter that it is a part of}, in the model's order."""
-    found: dict[str, str] = {}
+    parameters: dict[str, str] = {}
     for path, module in model.named_modules():
         if isinstance(module, LoRAExperts):
             prefix = f"{path}." if path else ""
             for name in STACKED:
                 parameter = clean_path(f"{prefix}{name}")
                 for number in range(module.num_experts):
-                    found[f"{prefix}{name}.{number}"] = parameter
-    return found
+                    parameters[f"{prefix}{name}.{number}"] = parameter
+    return parameters
 
 
 def match_experts(model: nn.Module, config: LoRAConfig) -> list[str]:
@@ -283,8 +283,8 @@ class Stack:
     """The adapters of one stacked parameter, in a file.
 
     Attributes:
-        key: PEFT's, before ".lora_A.weight". The second of an owner's two parameters wraps the first, whose key
-            therefore has "base_layer" behind the owner's.
+        key: PEFT's, before ".lora_A.weight". The second of an owner's two parameters wraps the first. So
+            the first one's key has "base_layer" after the owner's.
         parts: the keys of the E experts' adapters, one by one, before ".lora_A.weight".
     """
 
@@ -299,15 +299,15 @@ class Stack:
         tensors[f"{self.key}.lora_B.weight"] = torch.stack(b, dim=-1).flatten(1)
 
     def split(self, tensors: dict[str, Tensor]) -> None:
-        """The reverse of `join`; what is missing or does not divide is left, to be named as unexpected."""
+        """The reverse of `join`. Tensors that are missing or do not divide are left, to be named as unexpected."""
         number = len(self.parts)
-        a, b = (tensors.get(f"{self.key}.lora_{each}.weight") for each in "AB")
+        a, b = (tensors.get(f"{self.key}.lora_{factor}.weight") for factor in "AB")
         if a is None or b is None or a.dim() != 2 or b.dim() != 2:
             return
         if len(a) % number or b.shape[1] % number:
             return
-        for each in "AB":
-            del tensors[f"{self.key}.lora_{each}.weight"]
+        for factor in "AB":
+            del tensors[f"{self.key}.lora_{factor}.weight"]
         layers_b = b.view(len(b), -1, number).unbind(-1)
         for part, part_a, part_b in zip(self.parts, a.chunk(number), layers_b, strict=True):
             tensors[f"{part}.lora_A.weight"] = part_a.contiguous()
@@ -319,24 +319,24 @@ def stacks(experts: Mapping[str, int], prefix: str) -> list[Stack]:
 
     Args:
         experts: {clean path of an adapted stacked parameter: E}, an owner's in the order of STACKED.
-        prefix: what PEFT puts before a path.
+        prefix: PEFT's, before a path.
     """
     by_owner: dict[str, list[str]] = {}
     for path in experts:
         by_owner.setdefault(path.rpartition(".")[0], []).append(path)
-    found = []
+    adapters = []
     for owner, paths in by_owner.items():
         for depth, path in enumerate(reversed(paths)):
             key = prefix + owner + ".base_layer" * depth
             parts = tuple(f"{prefix}{path}.{number}" for number in range(experts[path]))
-            found.append(Stack(key, parts))
-    return found
+            adapters.append(Stack(key, parts))
+    return adapters
 
 
 def experts_of(model: nn.Module, adapted: Callable[[Any], bool]) -> dict[str, int]:
-    """{clean path of a stacked parameter: E} of those whose layers are all `adapted`."""
-    found: dict[str, int] = {}
+    """{clean path of a stacked parameter: the number of its layers that are `adapted`}, if any."""
+    counts: dict[str, int] = {}
     for path, parameter in expert_layers(model).items():
         if adapted(model.get_submodule(path)):
-            found[parameter] = found.get(parameter, 0) + 1
-    return found
+            counts[parameter] = counts.get(parameter, 0) + 1
+    return counts

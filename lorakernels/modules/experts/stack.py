@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts' layers as one stack: what autograd/experts.py multiplies with one launch for all of them.
+"""Experts' layers as one stack, which autograd/experts.py multiplies with one launch for all of them.
 
-The layers stay as they are, with parameters and scales of their own. Their weights move once into one piece of memory,
-one after the other. Each layer's parameter is then a part of it.
+The layers stay as they are, with parameters and scales of their own. Their weights move once into one piece of memory.
+Each layer's parameter is then a part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lorakernels.autograd.experts import Stack
+from lorakernels.autograd.experts import ExpertStack
 from lorakernels.device import capability_of
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
@@ -65,18 +65,18 @@ def _why_not_alike(layers: Sequence[nn.Module], first: FrozenFP8Linear) -> str |
 
 
 def _numbers(layer: Any) -> tuple[Any, ...]:
-    """(FP8 state, column, what else has to be the same in all)."""
-    own = layer.__dict__  # a property takes several times as long
-    get = own.get
+    """(FP8 state, column, and the numbers that all layers must share)."""
+    attributes = layer.__dict__  # a property takes several times as long
+    get = attributes.get
     return (
-        own["fp8_state"],
-        own["_column"],
+        attributes["fp8_state"],
+        attributes["_column"],
         get("r"),
         get("scaling"),
         get("lora_dropout"),
         get("merged"),
         get("disable_adapters"),
-        own["training"],
+        attributes["training"],
     )
 
 
@@ -84,8 +84,8 @@ def _adapted(layer: Any) -> bool:
     return isinstance(layer, LoRALinear) and not layer.merged and not layer.disable_adapters
 
 
-def stacked(experts: Iterable[nn.Module]) -> Stack:
-    """The stack of layers that `why_not_stacked` has nothing against.
+def stacked(experts: Iterable[nn.Module]) -> ExpertStack:
+    """The stack of layers without an objection of `why_not_stacked`.
 
     Raises:
         RuntimeError: the stream is being captured, and the weights are not in one piece of memory yet.
@@ -99,7 +99,7 @@ def stacked(experts: Iterable[nn.Module]) -> Stack:
     data, scale_inv = _together(weights), _together(scales)
     delayed, recipe = first.training, state.recipe
     adapted = _adapted(first)
-    return Stack(
+    return ExpertStack(
         Weight(data.view(torch.uint8), scale_inv.view(-1)),
         [layer._parameters["lora_A"] for layer in layers] if adapted else [],
         [layer._parameters["lora_B"] for layer in layers] if adapted else [],
@@ -113,7 +113,7 @@ def stacked(experts: Iterable[nn.Module]) -> Stack:
 
 @torch.no_grad()
 def _together(tensors: Sequence[Tensor]) -> Tensor:
-    """[G, …] of equal tensors in memory where one follows the other; they are moved there if they are not yet."""
+    """[G, …] of equal tensors that follow each other in memory. They move there first if they do not yet."""
     first = tensors[0].detach()
     size = first.numel() * first.element_size()
     start, memory = first.data_ptr(), first.untyped_storage().data_ptr()
@@ -124,9 +124,9 @@ def _together(tensors: Sequence[Tensor]) -> Tensor:
                 "the experts' weights move together on their first forward: run one before a capture"
             )
         whole = torch.empty((len(tensors), *first.shape), dtype=first.dtype, device=first.device)
-        for own, tensor in zip(whole, tensors, strict=True):
-            own.copy_(tensor)
-            tensor.data = own
+        for part, tensor in zip(whole, tensors, strict=True):
+            part.copy_(tensor)
+            tensor.data = part
         return whole
     strides = (first.numel(), *first.stride())
     return first.as_strided((len(tensors), *first.shape), strides)

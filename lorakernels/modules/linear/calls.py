@@ -14,7 +14,7 @@ from torch._compile import _disable_dynamo
 
 from lorakernels.autograd import Adapter, Call, check_input, is_compiling, lora_linear, traced_slot
 from lorakernels.autograd.linear.adapter_rows import AdapterRows
-from lorakernels.autograd.linear.plan import found_linear, run_linear
+from lorakernels.autograd.linear.recorded import find_linear, run_linear
 from lorakernels.autograd.linear.values import LoRASpec
 from lorakernels.numerics.segments import adapters_of, check_sequences
 from lorakernels.state.philox import PhiloxState, PhiloxStates, draw_slot
@@ -29,7 +29,7 @@ def number(name: str, absent: Any = _REQUIRED) -> Any:
 
     A layer that was never given one has `absent`, such as a layer from a pickle that is older than the number.
 
-    Each such value has a property because FSDP2 cannot put FP8 parameters into modules whose class has its own
+    Each such value has a property because FSDP2 cannot put FP8 parameters into modules if their class has its own
     `__setattr__`.
     """
 
@@ -64,7 +64,7 @@ def call(
         x: [..., K], not checked yet.
         adapter: A and B, or None twice for the base alone. None is a LoRALinear's own, with its dropout.
         draws: whether a mask is drawn, from `rng_state`.
-        scaling, p: the adapter's, where they are not the layer's.
+        scaling, p: the adapter's, where they differ from the layer's.
 
     Raises:
         TypeError, ValueError, RuntimeError: `check_input` does not take x, or the weight.
@@ -92,12 +92,12 @@ def call(
             None if state is None else state.forward,
             None if state is None else state.backward,
         )
-        recorded = found_linear(x, tensors, spec, draws)
-        if recorded is not None:
+        match = find_linear(x, tensors, spec, draws)
+        if match is not None:
             slot = draw_slot(rng_state, x.device) if draws else None
             if training and state is not None:
                 state.on_training_forward(spec.column)
-            y = run_linear(recorded, tensors, spec, slot)
+            y = run_linear(match, tensors, spec, slot)
             return _by_ops(layer, x, Adapter(lora_A, lora_B), spec, slot) if y is None else y
     check_input(x, layer.held)
     slot = draw_slot(rng_state, x.device) if draws else None
@@ -124,7 +124,7 @@ def _traced(
     """`call` while torch.compile or torch.export traces it."""
     if adapter is None:
         lora_A, lora_B = layer.lora_A, layer.lora_B
-        if layer.adapter_rows is not None and layer.adapter_rows.asked:
+        if layer.adapter_rows is not None and layer.adapter_rows.needs_lookup:
             lora_A, lora_B = _untraced_factors(layer)
         check_sequences(x, adapters_of(lora_A))
         adapter = Adapter(lora_A, lora_B)
@@ -142,7 +142,7 @@ def _traced(
 
 
 def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[Weight, Call]:
-    """What `lora_linear` takes of a layer for one call."""
+    """The weight and the values that `lora_linear` takes of a layer for one call."""
     state = layer.fp8_state
     state_x, state_dy = (None, None) if state is None else (state.forward, state.backward)
     weight = Weight(layer.held, layer._buffers["weight_scale_inv"])
@@ -169,7 +169,7 @@ def _untraced_factors(layer: Any) -> tuple[Tensor, Tensor]:
 def rows_of_call(layer: Any) -> AdapterRows | None:
     """Which adapters the rows of the call that begins have; None outside of `AdapterBatch.rows`."""
     calls = layer.adapter_rows
-    if calls is None or not calls.asked:
+    if calls is None or not calls.needs_lookup:
         return None
     rows: AdapterRows = calls.of(layer.lora_A.device, layer.training)
     return rows

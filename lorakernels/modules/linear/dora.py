@@ -18,7 +18,7 @@ from lorakernels.autograd import check_input, is_compiling
 from lorakernels.autograd.compiled.magnitude import MagnitudeNode, ways_of
 from lorakernels.autograd.linear.lora_linear import lora_linear
 from lorakernels.autograd.linear.node import in_bytes
-from lorakernels.autograd.linear.plan import way_of
+from lorakernels.autograd.linear.recorded import way_of
 from lorakernels.autograd.linear.values import Adapter
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.calls import weight_and_call
@@ -32,7 +32,7 @@ from lorakernels.values import Dropout
 
 
 class DoRALinear(LoRALinear):
-    """A LoRALinear whose rows have trained magnitudes. `LoRAConfig.use_dora` selects it.
+    """A LoRALinear with a trained magnitude for each row. `LoRAConfig.use_dora` selects it.
 
     A forward makes W + s · B A in fp32 to take its norms: memory of [N, K] for as long as that lasts. With dropout it
     multiplies W twice, by x − D(x) and by D(x), because in PEFT dropout acts in front of W as well. Over an FP8 base
@@ -68,7 +68,7 @@ class DoRALinear(LoRALinear):
 
     @torch.no_grad()
     def reset_magnitude(self) -> None:
-        """Set m to ‖W + s · B A‖, so that the layer computes what a LoRALinear would."""
+        """Set m to ‖W + s · B A‖, so that the layer equals a LoRALinear."""
         if not self.lora_A.is_meta:
             self.lora_magnitude_vector.copy_(self.norms())
 
@@ -172,5 +172,5 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 def kind_for(config: LoRAConfig) -> type[LoRALinear]:
-    """The class of layer that `config` asks for."""
+    """The class of layer for `config`."""
     return DoRALinear if config.use_dora else LoRALinear

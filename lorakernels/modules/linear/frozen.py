@@ -31,7 +31,7 @@ __all__ = ["FrozenFP8Linear", "is_sharded", "quantize_weight"]
 
 
 class FrozenFP8Linear(StoredWeight):
-    """A linear layer whose weight is frozen and stored in FP8 (e4m3), 1 byte per parameter.
+    """A linear layer with a weight that is frozen and stored in FP8 (e4m3), 1 byte per parameter.
 
     Args:
         in_features, out_features: K and N.
@@ -202,15 +202,16 @@ class FrozenFP8Linear(StoredWeight):
 
     @property
     def handle(self) -> Handle:
-        """What stands for this layer's numbers in a trace. It is another one after a number has changed."""
+        """The handle of this layer's numbers in a trace. A change of a number makes a new one."""
         return self._handle
 
     def renew_handle(self) -> None:
         """Make a new handle when a number changes, so that a backward never sees other numbers than its forward."""
         weight = self._parameters["weight"]
         assert weight is not None
-        numbers = Numbers(self.name, self.recipe, self.fp8_state, self.column, self._own_spec())
-        self._numbers, self._handle = numbers, Handle(numbers, numbers.own.p > 0, weight.device)
+        spec = self._own_spec()
+        numbers = Numbers(self.name, self.recipe, self.fp8_state, self.column, spec)
+        self._numbers, self._handle = numbers, Handle(numbers, numbers.default.p > 0, weight.device)
 
     def weight_moved(self) -> None:
         """Make a handle on the weight's device. An op that is given a "meta" handle would silently compute nothing."""

@@ -26,7 +26,7 @@ _TAKEN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Initial(NamedTuple):
-    """An initial adapter and what it leaves of the weight.
+    """An initial adapter and the rest of the weight.
 
     Attributes:
         A, B: [R, K] and [N, R] in the adapter's dtype.
@@ -44,7 +44,7 @@ def check_initial(path: str, weight: Tensor, config: LoRAConfig) -> None:
     """Refuse a weight [N, K] from which `config` cannot start an adapter.
 
     Raises:
-        TypeError: it is not float32, bfloat16 or float16; FP8 has lost what the initialisation reads.
+        TypeError: it is not float32, bfloat16 or float16; FP8 has lost the values that the initialisation reads.
         ValueError: the rank is larger than N or K, or the weight is not finite.
     """
     if not config.changes_base:
@@ -53,7 +53,7 @@ def check_initial(path: str, weight: Tensor, config: LoRAConfig) -> None:
     if weight.dtype not in _TAKEN:
         raise TypeError(
             f"{what} starts from the weight of {path} in float32, bfloat16 or float16, found {weight.dtype}: load the "
-            "model in 16 bits and call apply_lora, which then holds what is left in FP8"
+            "model in 16 bits and call apply_lora, which then holds the rest in FP8"
         )
     if r > min(weight.shape):
         raise ValueError(
@@ -67,7 +67,7 @@ def check_initial(path: str, weight: Tensor, config: LoRAConfig) -> None:
 def initial_adapter(
     path: str, weight: Tensor, config: LoRAConfig, dtype: torch.dtype | None
 ) -> Initial:
-    """The initial adapter of the layer at `path` in `dtype` (None: the weight's), and what it leaves of `weight`.
+    """The initial adapter of the layer at `path` in `dtype` (None: the weight's), and the rest of `weight`.
 
     On the meta device nothing is computed: the tensors have shapes only.
 
@@ -104,6 +104,6 @@ def _pissa(weight: Tensor, r: int, scaling: float, how: str) -> tuple[Tensor, Te
 
 
 def initial_of(layer: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """(A0 [R, K], B0 [N, R]) of a layer whose weight lacks s · B0 A0; None for any other."""
+    """(A0 [R, K], B0 [N, R]) of a layer with a weight that lacks s · B0 A0; else None."""
     a, b = map(layer._buffers.get, NAMES)
     return None if a is None or b is None else (a, b)

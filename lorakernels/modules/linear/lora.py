@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lorakernels.autograd import Adapter, LoRASpec
 from lorakernels.autograd.linear.adapter_rows import CallRows
-from lorakernels.autograd.linear.plan import way_of
+from lorakernels.autograd.linear.recorded import way_of
 from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.calls import call, number
 from lorakernels.modules.linear.frozen import is_sharded
@@ -47,8 +47,8 @@ def refuse_merged_batch(layer: LoRALinear) -> None:
 
 def first_plain_dtype(tensors: Iterable[Any]) -> torch.dtype | None:
     """The dtype of the first floating-point tensor with more than one byte per value. FP8 has one byte."""
-    found = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
-    return next((t.dtype for t in found if t.element_size() > 1), None)
+    floats = (t for t in tensors if isinstance(t, Tensor) and t.is_floating_point())
+    return next((t.dtype for t in floats if t.element_size() > 1), None)
 
 
 class LoRALinear(MergeableLinear):
@@ -69,7 +69,7 @@ class LoRALinear(MergeableLinear):
         row0: the row of the whole tensor at which x begins, where ranks hold rows of one tensor: masks are drawn there.
             DoRA does not read it.
         chunks: (rank, ranks, size), the `values.RowChunks` of a rank that has chunks of each row of tokens. row0 is one
-            of its rows then. () where x's rows lie one after the other. `context_parallel` sets it.
+            of its rows then. () where x's rows are consecutive. `context_parallel` sets it.
         rng_state: a `PhiloxState` or `PhiloxStates` to draw dropout from. None draws from torch's generator.
         merged: while True, the weight contains the adapter, and `forward` computes no adapter.
         disable_adapters: while True, `forward` computes no adapter.
@@ -160,7 +160,7 @@ class LoRALinear(MergeableLinear):
         """A LoRALinear over these very tensors: `FrozenFP8Linear.from_weight` with a new adapter.
 
         `adapter_dtype=None` gives the adapters the dtype of a plain weight, else the bias's, or torch's default dtype.
-        Under "olora" and "pissa" the layer holds what the initial adapter leaves of the weight, in new memory.
+        Under "olora" and "pissa" the layer holds the weight less the initial adapter, in new memory.
 
         Raises:
             TypeError, ValueError, KeyError: as `FrozenFP8Linear.from_weight`; TypeError also for the adapter's dtype.
@@ -235,8 +235,8 @@ class LoRALinear(MergeableLinear):
     def _own_spec(self) -> LoRASpec:
         values = vars(self)  # while the layer is constructed, some are missing
         numbers = {"scaling": "scaling", "p": "lora_dropout", "site": "site", "row0": "row0"}
-        given = {field: values[name] for field, name in numbers.items() if name in values}
-        return LoRASpec(**given, chunks=self.chunks)
+        present = {field: values[name] for field, name in numbers.items() if name in values}
+        return LoRASpec(**present, chunks=self.chunks)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] → [..., N] in x's dtype (under autocast, the autocast dtype). x may be empty.
@@ -266,8 +266,10 @@ class LoRALinear(MergeableLinear):
         return call(self, x, Adapter(*initial), scaling=self.init_scaling, p=0.0)
 
     def eager_ways(self, kinds: Mapping[Any, str]) -> list[str]:
-        """How its own eager forwards ran since a number of it changed, each way once: "" by plans, or else why by the
-        ops. `kinds`: of `ways_of_kinds` in autograd."""
+        """How its own eager forwards ran since a number of it changed: "" if recorded, or else why by the ops.
+
+        `kinds`: of `ways_of_kinds` in autograd. Each answer is there once.
+        """
         ways = {way_of(spec, kinds) for spec in self._numbers.specs.values()}
         return sorted(way for way in ways if way is not None)
 
@@ -285,8 +287,8 @@ class LoRALinear(MergeableLinear):
     def original_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight before there was an adapter, [N, K]: `base_weight`, with the initial adapter if it lacks one.
 
-        What "olora" and "pissa" take away is added in fp32 and the sum is rounded once to `dtype`. It equals the weight
-        that came up to the rounding of what the layer holds.
+        The product that "olora" and "pissa" took away is added in fp32, and the sum is rounded once to `dtype`. It
+        equals the first weight up to the rounding of the layer's weight.
         """
         initial = initial_of(self)
         if initial is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MergeableLinear: a frozen layer to whose weight adapters can be added. It keeps its own weight meanwhile.
+"""MergeableLinear: a frozen layer that adapters can be merged into. It keeps its own weight meanwhile.
 
 A LoRALinear is one, and so is the FP8 base of a PEFT layer.
 """

@@ -23,7 +23,7 @@ def projection(module: nn.Module) -> Any:
     """The layer that a fused layer runs for `module`: its `lorakernels_projection()`, or else `module` itself.
 
     Raises:
-        ValueError: the layer computes what a LoRALinear does not.
+        ValueError: a LoRALinear cannot compute the layer.
     """
     make = getattr(type(module), "lorakernels_projection", None)
     return module if make is None else make(module)
@@ -31,10 +31,10 @@ def projection(module: nn.Module) -> Any:
 
 def keep_projection(module: nn.Module) -> Any:
     """`projection(module)`. Until `forget_projections`, `module` is marked as in use."""
-    found = projection(module)
-    if found is not module:
-        mark(module, fused_projection=found)
-    return found
+    layer = projection(module)
+    if layer is not module:
+        mark(module, fused_projection=layer)
+    return layer
 
 
 def is_inside_projection(layer: nn.Module, path: str) -> bool:
@@ -73,15 +73,15 @@ def adapted(model: nn.Module) -> Iterator[LoRALinear]:
     """Yield every adapter of `model` as a LoRALinear.
 
     Raises:
-        ValueError: an adapter computes what a LoRALinear does not; the message has its path.
+        ValueError: a LoRALinear cannot compute an adapter; the message has its path.
     """
     for path, module in model.named_modules():
         try:
-            found = projection(module)
+            layer = projection(module)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        if isinstance(found, LoRALinear):
-            yield found
+        if isinstance(layer, LoRALinear):
+            yield layer
 
 
 def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
@@ -99,14 +99,14 @@ def share_state(layers: Mapping[str, FrozenFP8Linear]) -> None:
     Nothing happens if the states differ in recipe, device, `in_charge`, `check_nan` or the ranks that share them, or if
     addresses are pinned.
     """
-    states = {id(m.fp8_state): m.fp8_state for m in layers.values()}
-    found = [state for state in states.values() if state is not None]
+    by_id = {id(m.fp8_state): m.fp8_state for m in layers.values()}
+    states = [state for state in by_id.values() if state is not None]
     alike = {
-        (s.recipe, s.device, s.in_charge, s.pinned_by, s.check_nan, s.shared_over) for s in found
+        (s.recipe, s.device, s.in_charge, s.pinned_by, s.check_nan, s.shared_over) for s in states
     }
-    if len(found) < 2 or len(alike) > 1 or found[0].pinned_by:
+    if len(states) < 2 or len(alike) > 1 or states[0].pinned_by:
         return
-    new = FP8State(list(layers), found[0].recipe, found[0].device, check_nan=found[0].check_nan)
-    new.in_charge, new.shared_over = found[0].in_charge, found[0].shared_over
+    new = FP8State(list(layers), states[0].recipe, states[0].device, check_nan=states[0].check_nan)
+    new.in_charge, new.shared_over = states[0].in_charge, states[0].shared_over
     for name, layer in layers.items():
         layer.move_state(new, name)

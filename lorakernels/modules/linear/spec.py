@@ -16,7 +16,7 @@ from lorakernels.values import Weight
 
 @dataclass(frozen=True)
 class FrozenSpec:
-    """What `FrozenFP8Linear.from_weight` takes beside the tensors.
+    """The arguments of `FrozenFP8Linear.from_weight` besides the tensors.
 
     Attributes:
         fp8: the recipe for x and dy, and then the weight is held in FP8. None keeps the weight as it is.

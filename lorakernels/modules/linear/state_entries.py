@@ -60,18 +60,18 @@ def columns_of(entries: dict[str, Tensor], recipe: DelayedScaling) -> Tensor:
 
 
 def take_columns(
-    own: dict[str, Any],
+    state_dict: dict[str, Any],
     prefix: str,
     recipe: DelayedScaling | None,
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> Tensor | None:
-    """Remove a layer's FP8 entries from `own`, its part of a state_dict; returns them as `columns_of` does.
+    """Remove a layer's FP8 entries from `state_dict`, the layer's part of one; returns them as `columns_of` does.
 
     Returns None if the layer has no recipe, or if an entry is absent or does not fit; then `missing_keys` or
     `error_msgs` says so.
     """
-    entries = {k: own.pop(prefix + k, None) for k in STATE_KEYS}
+    entries = {k: state_dict.pop(prefix + k, None) for k in STATE_KEYS}
     if recipe is None:
         return None
     absent = [prefix + k for k, v in entries.items() if v is None]

@@ -50,7 +50,7 @@ class StoredWeight(nn.Module):
     column = number("_column")
 
     def weight_moved(self) -> None:
-        """Called after the weight was moved or replaced, for what a subclass keeps on its device."""
+        """Called after the weight was moved or replaced, for the tensors of a subclass on its device."""
 
     def _store(self, data: Tensor, scale_inv: Tensor | None) -> None:
         """Hold `data` [N, K]: plain values, or bytes of e4m3 with their `scale_inv`."""
@@ -77,7 +77,7 @@ class StoredWeight(nn.Module):
 
     @property
     def held(self) -> Tensor:
-        """`stored`, without a view where the parameter is e4m3: for what takes both."""
+        """`stored`, without a view where the parameter is e4m3, for callers that take both."""
         stored = self._parameters["weight"]
         assert stored is not None
         return stored if stored.dtype in BYTES else self.stored
@@ -100,10 +100,10 @@ class StoredWeight(nn.Module):
         if name == "weight":
             self.weight_moved()
 
-    def _not_bytes(self, found: torch.dtype) -> TypeError:
+    def _not_bytes(self, dtype: torch.dtype) -> TypeError:
         return TypeError(
             f"{self.name or 'this layer'}: the weight is held in FP8, as uint8 or e4m3 bytes with a scale; found "
-            f"{found} put in its place. A head with an adapter is not tied to the embedding any more; to set new "
+            f"{dtype} put in its place. A head with an adapter is not tied to the embedding any more; to set new "
             "values, load_state_dict quantizes them"
         )
 
@@ -135,7 +135,7 @@ class StoredWeight(nn.Module):
 
     @property
     def _own_state(self) -> FP8State:
-        """The FP8 state. Without one the layer lacks what is of it, as an attribute that is not there."""
+        """The FP8 state. Without one AttributeError, so that the layer lacks the attributes that are made of it."""
         if self.fp8_state is None:
             raise AttributeError("fp8_state is None")
         state: FP8State = self.fp8_state
@@ -218,13 +218,13 @@ class StoredWeight(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        own = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
+        entries = {k: v for k, v in state_dict.items() if k.startswith(prefix)}
         recipe = None if self.fp8_state is None else self.fp8_state.recipe
         absent = missing_keys if strict else []
-        columns = take_columns(own, prefix, recipe, absent, error_msgs)
+        columns = take_columns(entries, prefix, recipe, absent, error_msgs)
         try:
             storage = STORAGE if self.holds_fp8 else None
-            quantized = take_weight(own, prefix, storage, self.block_scaling)
+            quantized = take_weight(entries, prefix, storage, self.block_scaling)
         except ValueError as error:
             error_msgs.append(f"{prefix}weight: {error}")
             return
@@ -233,7 +233,7 @@ class StoredWeight(nn.Module):
                 if prefix + key in missing_keys:
                     missing_keys.remove(prefix + key)
         super()._load_from_state_dict(
-            own, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            entries, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         if columns is not None and self.fp8_state is not None:
             self.fp8_state.set_values(self.column, columns)

@@ -18,7 +18,7 @@ BYTES = (torch.uint8, E4M3)  # dtypes in which e4m3 values are stored and saved
 
 
 def check_plain(name: str, weight: Tensor) -> None:
-    """Refuse a weight whose values need scales that are not there.
+    """Refuse a weight that needs scales and has none.
 
     Raises:
         TypeError: it is in FP8 or in integers.
@@ -64,7 +64,7 @@ def scales_shape(weight: Tensor) -> tuple[int, int]:
 
 
 def in_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
-    """scale_inv [⌈N/128⌉, ⌈K/128⌉] of bytes whose one scale_inv is [1]: the same values."""
+    """scale_inv [⌈N/128⌉, ⌈K/128⌉] of bytes with one scale_inv [1]: the same values."""
     return scale_inv.float().reshape(1, 1).repeat(scales_shape(weight))
 
 
@@ -103,16 +103,16 @@ def dequantize_weight(weight: Tensor, scale_inv: Tensor | None, dtype: torch.dty
 
 
 def take_weight(
-    own: dict[str, Any],
+    entries: dict[str, Any],
     prefix: str,
     storage: torch.dtype | None,
     blocks: BlockScaling | None = None,
 ) -> bool:
-    """Convert the weight in `own`, FP8 or plain, to what the layer holds. Returns True if it was quantized here.
+    """Convert the weight in `entries`, FP8 or plain, to the layer's form. Returns True if it was quantized here.
 
     Args:
-        own: the layer's entries of a state_dict; changed in place.
-        prefix: the layer's path and a dot, with which the keys of `own` begin.
+        entries: the layer's entries of a state_dict; changed in place.
+        prefix: the layer's path and a dot, with which the keys of `entries` begin.
         storage: the dtype of the layer's bytes, or None for a plain weight.
         blocks: the layer's recipe if it holds blocks; one scale for all bytes then becomes each block's.
 
@@ -121,25 +121,25 @@ def take_weight(
             unsuitable dtype, or values are not finite.
     """
     key, scale_key = prefix + "weight", prefix + "weight_scale_inv"
-    weight, scale_inv = own.get(key), own.get(scale_key)
+    weight, scale_inv = entries.get(key), entries.get(scale_key)
     if weight is None:
         return False
     if weight.dtype in BYTES:
         if blocks is not None:
             if scale_inv is not None and scale_inv.numel() == 1:
-                own[scale_key] = scale_inv = in_blocks(weight, scale_inv)
+                entries[scale_key] = scale_inv = in_blocks(weight, scale_inv)
             check_block_scales(scale_key, weight, scale_inv)
         elif storage is None and scale_inv is not None and scale_inv.dim() == 2:
             check_block_scales(scale_key, weight, scale_inv)
         elif scale_inv is None or scale_inv.numel() != 1:
-            found = None if scale_inv is None else f"shape {tuple(scale_inv.shape)}"
-            raise ValueError(f"FP8 bytes need one {scale_key}, found {found}")
+            shape = None if scale_inv is None else f"shape {tuple(scale_inv.shape)}"
+            raise ValueError(f"FP8 bytes need one {scale_key}, found {shape}")
         if storage is None:
-            del own[scale_key]
+            del entries[scale_key]
             assert scale_inv is not None
-            own[key] = dequantize_weight(weight.view(E4M3), scale_inv, torch.float32)
+            entries[key] = dequantize_weight(weight.view(E4M3), scale_inv, torch.float32)
         elif weight.dtype != storage:
-            own[key] = weight.view(storage)
+            entries[key] = weight.view(storage)
         return False
     if not weight.is_floating_point() or weight.element_size() == 1:
         raise ValueError(
@@ -147,6 +147,6 @@ def take_weight(
         )
     if storage is None:
         return False
-    raw, own[scale_key] = quantize_weight(weight, blocks)
-    own[key] = raw.view(storage)
+    raw, entries[scale_key] = quantize_weight(weight, blocks)
+    entries[key] = raw.view(storage)
     return True

@@ -279,12 +279,12 @@ Parents = dict[
 
 
 def parents_of(model: nn.Module) -> Parents:
-    """Where each module of `model` is. A shared one has several places."""
-    found: Parents = {}
+    """The parents of each module of `model`. A shared module has several."""
+    parents: Parents = {}
     for parent in model.modules():
         for name, child in parent._modules.items():
-            found.setdefault(id(child), []).append((parent, name))
-    return found
+            parents.setdefault(id(child), []).append((parent, name))
+    return parents
 
 
 def replace_module(parents: Parents, old: nn.Module, new: nn.Module) -> None:

@@ -30,23 +30,23 @@ def join_state(module: FrozenFP8Linear, name: str, state: FP8State | None) -> No
 def joining(
     model: nn.Module, targets: Iterable[str], recipe: Recipe | None, device: torch.device
 ) -> dict[str, FrozenFP8Linear]:
-    """{path: layer} of the FP8 layers outside `targets` whose own state has this recipe and device.
+    """{path: layer} of the FP8 layers outside `targets` that have a state of this recipe and device.
 
     Raises:
         RuntimeError: the memory of such a layer's own state is pinned.
     """
-    found: dict[str, FrozenFP8Linear] = {}
+    layers: dict[str, FrozenFP8Linear] = {}
     others = set(targets)
     for path, module in model.named_modules():
         if not isinstance(module, FrozenFP8Linear) or isinstance(module, LoRALinear):
             continue
-        own = module.fp8_state
-        if path in others or own is None or (own.recipe, own.device) != (recipe, device):
+        state = module.fp8_state
+        if path in others or state is None or (state.recipe, state.device) != (recipe, device):
             continue
-        if own.pinned_by:
+        if state.pinned_by:
             raise RuntimeError(
-                f"{path} would leave its FP8State, whose memory is pinned by {own.pinned_by}: "
+                f"{path} would leave its FP8State, whose memory is pinned by {state.pinned_by}: "
                 "apply LoRA before capturing graphs"
             )
-        found[path] = module
-    return found
+        layers[path] = module
+    return layers

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from lorakernels.autograd.linear.plan import ways_of_kinds
+from lorakernels.autograd.linear.recorded import ways_of_kinds
 from lorakernels.config import BlockScaling, LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.model.peft_mixtures import PEFTDifference
 from lorakernels.modules.model.report_text import lines_of
 from lorakernels.ops.choice import implementations
-from lorakernels.ops.hardware import Place
+from lorakernels.ops.hardware import LayerOnGPU
 from lorakernels.recorded.routing import counted
 from lorakernels.state.fp8 import FP8State
 
@@ -108,7 +108,8 @@ class LoRAReport:
     def eager_forwards(self) -> str:
         """How adapted modules ran in forwards of their own, outside of graphs, traces and fused layers.
 
-        A module counts once for each way. By plans, the host's time is less (recorded/). A backward may run by the ops.
+        A module counts once for each way. Recorded forwards take less of the host's time (recorded/). A backward may
+        run by the ops.
         """
         kinds = ways_of_kinds()
         layers = (m for m in self.model.modules() if isinstance(m, LoRALinear))
@@ -175,7 +176,7 @@ def _masks(source: str) -> str:
 def _lora_row(path: str, reason: str, module: LoRALinear) -> ModuleReport:
     device, state = module.lora_A.device, module.fp8_state
     fp8, in_blocks = module.holds_fp8, module.block_scaling is not None
-    place = Place(
+    place = LayerOnGPU(
         capability_of(device) if device.type == "cuda" else (0, 0),
         (module.out_features, module.in_features),
         fp8,

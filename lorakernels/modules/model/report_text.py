@@ -11,7 +11,7 @@ _Parts = tuple[tuple[str, ...], ...]  # a path at its dots: each part's alternat
 def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
     """Turn (path, text) pairs into (path with braces, number of paths, text), in order of the texts' first appearance.
 
-    Only paths that differ in one part are joined. So the braces stand for every combination, and for nothing else.
+    Only paths that differ in one part are joined. So the braces stand for every combination.
     """
     groups: dict[str, list[_Parts]] = {}
     for path, text in said:
@@ -24,7 +24,7 @@ def grouped(said: Iterable[tuple[str, str]]) -> list[tuple[str, int, str]]:
 
 
 def lines_of(said: Iterable[tuple[str, str]]) -> list[str]:
-    """A report's lines of (path, text) pairs, one for the paths of which the text is equal."""
+    """A report's lines of (path, text) pairs, one line for paths with equal text."""
     return [f"  {paths}{f' ({n})' if n > 1 else ''}: {text}" for paths, n, text in grouped(said)]
 
 
@@ -37,23 +37,25 @@ def _joined(paths: list[_Parts]) -> list[_Parts]:
     """Join paths that differ in one part: first in numbers, then in names, each from the last part to the first."""
     longest = max(map(len, paths))
     for numbers in (True, False):
-        for at in reversed(range(longest)):
-            paths = _joined_at(at, paths, numbers)
+        for index in reversed(range(longest)):
+            paths = _joined_at(index, paths, numbers)
     return paths
 
 
-def _joined_at(at: int, paths: list[_Parts], numbers: bool) -> list[_Parts]:
-    found: dict[tuple[object, ...], _Parts] = {}
+def _joined_at(index: int, paths: list[_Parts], numbers: bool) -> list[_Parts]:
+    joined: dict[tuple[object, ...], _Parts] = {}
     for parts in paths:
-        if at >= len(parts) or all(part.isdecimal() for part in parts[at]) != numbers:
-            found[(parts,)] = parts
+        if index >= len(parts) or all(part.isdecimal() for part in parts[index]) != numbers:
+            joined[(parts,)] = parts
             continue
-        key = (parts[:at], parts[at + 1 :])
-        before = found.get(key)
-        found[key] = (
-            parts if before is None else (*parts[:at], before[at] + parts[at], *parts[at + 1 :])
+        key = (parts[:index], parts[index + 1 :])
+        before = joined.get(key)
+        joined[key] = (
+            parts
+            if before is None
+            else (*parts[:index], before[index] + parts[index], *parts[index + 1 :])
         )
-    return list(found.values())
+    return list(joined.values())
 
 
 def _count(parts: _Parts) -> int:
@@ -80,7 +82,7 @@ def _braces(part: tuple[str, ...]) -> str:
 def _same(words: list[list[str]], most: int) -> int:
     """The number of leading words, at most `most`, that all lists have in common."""
     columns = list(zip(*words, strict=False))[:most]
-    return next((at for at, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -5,7 +5,7 @@ target_modules   A str must match the whole dotted path (`re.fullmatch`).
                  A name in a list must equal the path, or its tail after a dot.
                  "all-linear" takes every Linear except a transformers model's output embedding.
 exclude_modules  The rules for str and list are the same. An excluded module is never a target.
-                 A warning names what matches no module, and keys of rank_pattern and alpha_pattern without a target.
+                 A warning names unmatched names here, and keys of rank_pattern and alpha_pattern without a target.
 target_parameters
                  A name must equal the path of a stacked parameter of experts, or its tail after a dot. The layers of
                  LoRAExperts follow it alone: exclude_modules leaves none of them out.
@@ -68,7 +68,7 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
         if path in named
         or (path not in experts and wanted and _is_wanted(config, wanted, clean_path(path)))
     ]
-    found = [
+    targets = [
         path
         for path in chosen
         if not (
@@ -77,30 +77,32 @@ def match_targets(model: nn.Module, config: LoRAConfig) -> list[str]:
             else _is_excluded(config, clean_path(path))
         )
     ]
-    _warn_of_whole_stacks(config, [path for path in found if path in experts])
-    if not found:
+    _warn_of_whole_stacks(config, [path for path in targets if path in experts])
+    if not targets:
         raise ValueError(_no_match(model, config, chosen))
-    for path in found:
+    for path in targets:
         module = model.get_submodule(path)
         refuse_module(path, module, "apply_lora")
         check_class(path, module)
         _check_kept(path, module)
         check_owner(model, path, config.fp8 is not None)
-    return found
+    return targets
 
 
 def warn_of_unused(model: nn.Module, config: LoRAConfig, targets: Iterable[str]) -> None:
-    """Warn of what of `exclude_modules` matches no module, and of rank_pattern and alpha_pattern no target.
+    """Warn of names in exclude_modules without a module, and of keys of rank_ and alpha_pattern without a target.
 
     Args:
-        targets: what `match_targets` has found.
+        targets: as `match_targets` returns them.
     """
     exclude = config.exclude_modules or ()
     unused = {"exclude_modules": [exclude] if isinstance(exclude, str) else list(exclude)}
     for path, _ in model.named_modules() if exclude else ():
-        own = clean_path(path)
+        clean = clean_path(path)
         unused["exclude_modules"] = [
-            name for name in unused["exclude_modules"] if not _matches_excluded(exclude, name, own)
+            name
+            for name in unused["exclude_modules"]
+            if not _matches_excluded(exclude, name, clean)
         ]
     paths = [config.parameter_of(path) for path in targets]
     for field in ("rank_pattern", "alpha_pattern"):
@@ -111,9 +113,9 @@ def warn_of_unused(model: nn.Module, config: LoRAConfig, targets: Iterable[str])
     for field, names in unused.items():
         if names:
             what = "module" if field == "exclude_modules" else "target"
-            found = ", ".join(map(repr, names))
+            unmatched = ", ".join(map(repr, names))
             warnings.warn(
-                f"LoRAConfig.{field}: {found} matches no {what} and has no effect", stacklevel=4
+                f"LoRAConfig.{field}: {unmatched} matches no {what} and has no effect", stacklevel=4
             )
 
 
@@ -128,16 +130,16 @@ def match_saved(model: nn.Module, config: LoRAConfig) -> list[str]:
     modules = model.named_modules(remove_duplicate=False)
     # where a wrapper and its inside have one clean path, the inside counts
     paths = {clean_path(path): path for path, _ in modules if path}
-    found = [path for clean, path in paths.items() if names and clean.endswith(names)]
+    saved = [path for clean, path in paths.items() if names and clean.endswith(names)]
     for name in names:
-        other_head = found and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
+        other_head = saved and name in _PEFT_HEADS and _PEFT_HEADS.issubset(names)
         if not (other_head or any(clean.endswith(name) for clean in paths)):
             near = _near_names([name], paths)
             raise ValueError(f"LoRAConfig.modules_to_save: no module ends with {name!r}{near}")
-    wanted = _wanted(model, config) if found else None
-    for path in found:
+    wanted = _wanted(model, config) if saved else None
+    for path in saved:
         _check_saved(model, config, path, wanted)
-    return found
+    return saved
 
 
 def _check_saved(model: nn.Module, config: LoRAConfig, path: str, wanted: _Wanted | None) -> None:
@@ -178,7 +180,7 @@ def choose(config: LoRAConfig, paths: Iterable[str]) -> list[str]:
 def tails(path: str) -> Iterator[str]:
     """The tail of `path` after each dot, the shortest first. The whole path is not among them."""
     parts = path.split(".")
-    return (".".join(parts[at:]) for at in range(len(parts) - 1, 0, -1))
+    return (".".join(parts[start:]) for start in range(len(parts) - 1, 0, -1))
 
 
 def _is_wanted(config: LoRAConfig, wanted: _Wanted, path: str) -> bool:
@@ -298,7 +300,7 @@ def _check_kept(path: str, module: nn.Module) -> None:
         cure = (
             "Remove it first (accelerate.hooks.remove_hook_from_submodules(model))"
             if owner
-            else "Ask what set it for the plain layer, as it may dequantize the weight or offload it"
+            else "Get the plain layer from the tool that set it, as it may dequantize the weight or offload it"
         )
         raise TypeError(
             f"target {path!r} has a forward set on the instance{owner}, which would never run again: LoRALinear "
@@ -316,7 +318,7 @@ def has_forward_of_its_own(module: nn.Module) -> bool:
 
 
 def quantized_with(module: nn.Module) -> list[str]:
-    """The scales and the like that an `nn.Linear` has beside its weight, but for transformers' FP8Linear."""
+    """The scales and the like that an `nn.Linear` has besides its weight; none of transformers' FP8Linear."""
     if not isinstance(module, nn.Linear) or is_fp8_linear(module):
         return []
     named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]

@@ -13,7 +13,7 @@ from lorakernels.modules.marks import became, mark
 
 @dataclass(eq=False)
 class Originals:
-    """What a module keeps: `values` of its parameters by name, the trained ones while the originals are `shown`."""
+    """`values` of a module's parameters by name: the originals, or the trained ones while the originals are `shown`."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
     shown: bool = False
@@ -48,21 +48,21 @@ def keep_original(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def hand_over_originals(old: nn.Module, new: nn.Module) -> None:
-    """Let `new`, which has the parameters of `old`, share with it what that keeps."""
+    """Let `new`, which has the parameters of `old`, share the originals that `old` keeps."""
     mark(new, originals=became(old).originals)
 
 
 def change_originals(module: nn.Module, change: Callable[[str, Tensor], Tensor]) -> None:
-    """Let `module` keep `change(name, original)` for each parameter of its own, whose form has changed likewise."""
+    """Let `module` keep `change(name, original)` for each of its parameters, which have changed in the same way."""
     if (kept := _kept(module)) is not None:
         kept.values.update({name: change(name, x) for name, x in kept.values.items()})
 
 
 def kept_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of `module` itself whose originals it keeps."""
+    """The parameters of `module` itself of which it keeps the originals."""
     kept = _kept(module)
-    found = [] if kept is None else [module._parameters[name] for name in kept.values]
-    return [p for p in found if p is not None]
+    parameters = [] if kept is None else [module._parameters[name] for name in kept.values]
+    return [p for p in parameters if p is not None]
 
 
 def keeps_weight(module: nn.Module) -> bool:
@@ -100,7 +100,7 @@ def swap_originals(model: nn.Module, show: bool) -> list[nn.Module]:
 
 
 def _kept(module: nn.Module) -> Originals | None:
-    """What `module` keeps; None if that is nothing."""
+    """The originals that `module` keeps; None without any."""
     kept = became(module).originals
     return kept if kept is not None and kept.values else None
 

@@ -21,15 +21,15 @@ class _Object:
     def __init__(self, owner: Any) -> None:
         self.owner, self.kind, self.values = owner, type(owner), dict(vars(owner))
         held = [v for v in self.values.values() if isinstance(v, (dict, list, set))]
-        self.containers: list[tuple[Any, Any]] = [(each, each.copy()) for each in held]
+        self.containers: list[tuple[Any, Any]] = [(entries, entries.copy()) for entries in held]
 
     def restore(self) -> None:
-        own = vars(self.owner)
+        attributes = vars(self.owner)
         if type(self.owner) is not self.kind:
             self.owner.__class__ = self.kind
-        for name in own.keys() - self.values.keys():
-            del own[name]
-        own.update(self.values)
+        for name in attributes.keys() - self.values.keys():
+            del attributes[name]
+        attributes.update(self.values)
         for container, entries in self.containers:
             container.clear()
             container.extend(entries) if isinstance(container, list) else container.update(entries)
@@ -41,8 +41,9 @@ class Before:
     def __init__(self, model: nn.Module, others: Iterable[Any]) -> None:
         self.model = model
         modules = list(model.modules())
-        found = (m.fp8_state for m in modules if isinstance(m, FrozenFP8Linear))
-        states = {id(state): state for state in found if state is not None}.values()
+        layers = (m for m in modules if isinstance(m, FrozenFP8Linear))
+        by_id = {id(m.fp8_state): m.fp8_state for m in layers if m.fp8_state is not None}
+        states = by_id.values()
         self._modules = modules
         self._values = [
             (s.forward, s.forward.clone(), s.backward, s.backward.clone()) for s in states

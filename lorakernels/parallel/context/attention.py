@@ -36,8 +36,13 @@ from lorakernels.autograd.attention.choose import (
     choose_segments,
 )
 from lorakernels.autograd.attention.chunk import NAMES as CHUNKS
-from lorakernels.autograd.attention.chunk import Attended, Call, attend_chunks, chunk_gradients
-from lorakernels.kernels.triton.chunk_rows import Gradients, in_order, layered, side_by_side
+from lorakernels.autograd.attention.chunk import (
+    AttendedChunks,
+    ChunkCall,
+    attend_chunks,
+    chunk_gradients,
+)
+from lorakernels.kernels.triton.chunk_rows import KeyGradients, in_order, layered, side_by_side
 from lorakernels.kernels.triton.sum_rows import sum_rows
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.ranks.group import Ranks
@@ -116,7 +121,7 @@ class _GatherKeys(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        whole = [Gradients(0, dk, dv)]
+        whole = [KeyGradients(0, dk, dv)]
         return *_summed(whole, ctx.dtype, ctx.chunks, ctx.ranks), None, None
 
 
@@ -125,7 +130,7 @@ class _WholeRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, chunks: Chunks, ranks: Ranks
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: ChunkCall, chunks: Chunks, ranks: Ranks
     ) -> Tensor:
         part, whole = (k, v), _gathered(k, v, chunks, ranks)
         attended = attend_chunks(call, q, part, whole)
@@ -138,7 +143,7 @@ class _WholeRows(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, *keys, out, lse = ctx.saved_tensors
         part, whole = (keys[0], keys[1]), (keys[2], keys[3])
-        attended = Attended(out, lse, ctx.rest)
+        attended = AttendedChunks(out, lse, ctx.rest)
         dq, parts = chunk_gradients(ctx.call, dout, q, part, whole, attended)
         return dq, *_summed(parts, q.dtype, ctx.chunks, ctx.ranks), None, None, None
 
@@ -156,7 +161,7 @@ def _gathered(k: Tensor, v: Tensor, chunks: Chunks, ranks: Ranks) -> tuple[Tenso
 
 
 def _summed(
-    parts: list[Gradients], dtype: torch.dtype, chunks: Chunks, ranks: Ranks
+    parts: list[KeyGradients], dtype: torch.dtype, chunks: Chunks, ranks: Ranks
 ) -> tuple[Tensor, Tensor]:
     """Collective: dk and dv [B, Hk, 2C, D] of this rank's tokens in `dtype`: the `parts` of all ranks, summed."""
     batch, heads, _, dim = parts[0].dk.shape
@@ -230,7 +235,7 @@ class ContextAttention:
         if starts is None and key not in self.chosen:
             self.chosen[key] = self._whole(q, k, v)
         if starts is None and self.chosen[key] in CHUNKS:
-            call = Call(self.chosen[key], chunks.begins, scale)
+            call = ChunkCall(self.chosen[key], chunks.begins, scale)
             whole: Tensor = _WholeRows.apply(q, k, v, call, chunks, self.ranks)
             return whole
         k, v = _GatherKeys.apply(k, v, chunks, self.ranks)

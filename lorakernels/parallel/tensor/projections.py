@@ -23,7 +23,12 @@ from torch import Tensor
 
 from lorakernels import ops
 from lorakernels.autograd.linear import linear
-from lorakernels.autograd.linear.projections import Adapters, Gradients, Needs, Projections
+from lorakernels.autograd.linear.projections import (
+    Adapters,
+    Needs,
+    ProjectionGradients,
+    Projections,
+)
 from lorakernels.autograd.linear.rows import (
     grad_rows,
     masks_at,
@@ -192,7 +197,7 @@ class Split:
         adapters: Adapters,
         needs: Needs,
         dtype: torch.dtype,
-    ) -> Gradients:
+    ) -> ProjectionGradients:
         s, dtype_A, lora_B, stacked_B = adapters
         block = lora_B[0] if to.adapted and stacked_B is None else stacked_B
         up = None if block is None else Up(block, s if needs.B else None, to.spec.scaling)
@@ -213,7 +218,7 @@ class Split:
             dx, dA = self._column_grads(to, dy8, ds, operand, drawn, (of_x, of_A))
         none: list[Tensor | None] = [None] * len(lora_B)
         dB_of_each = linear.unstack_B(to, dB, len(lora_B)) if dB is not None else none
-        return Gradients(dx, [*dA] or none, dB_of_each)
+        return ProjectionGradients(dx, [*dA] or none, dB_of_each)
 
     def _gathered_grad(
         self,

@@ -34,15 +34,15 @@ def providers(bench: Any, load: Load) -> Any:
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One entry for each time that something went without plans."""
+    """One entry for each time that something went without recordings."""
     found: list[str] = []
 
     @contextmanager
-    def without_plans() -> Iterator[None]:
+    def without_recordings() -> Iterator[None]:
         found.append("entered")
         yield
 
-    routing = SimpleNamespace(without_plans=without_plans)
+    routing = SimpleNamespace(without_recordings=without_recordings)
     monkeypatch.setitem(sys.modules, "lorakernels.recorded.routing", routing)
     return found
 
@@ -82,18 +82,18 @@ def test_every_row_is_ok(
     assert entered
 
 
-def test_without_plans_to_go_without_a_row_says_so(
+def test_without_recordings_to_go_without_a_row_says_so(
     providers: Any, bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lorakernels.recorded.routing", None)
     makes = bench.linear_cases(True, CPU)["64 -> 64, 32 tokens, p = 0.1"]
     chosen = {name: makes[name] for name in ("ours, by the ops", "linear bf16, no lora")}
     found = bench.bench_case(chosen, CPU, 1, NEVER)
-    assert found["ours, by the ops"]["check"].startswith("there are no plans to go without (")
+    assert found["ours, by the ops"]["check"].startswith("there are no recordings to go without (")
     assert found["ours, by the ops"]["µs"] == "" and found["linear bf16, no lora"]["µs"] > 0
 
 
-def test_all_of_an_iteration_is_without_plans(providers: Any, entered: list[str]) -> None:
+def test_all_of_an_iteration_is_without_recordings(providers: Any, entered: list[str]) -> None:
     case = linear_case("32x64x64", 0.0, CPU)
     make, within = providers.LINEARS["ours, by the ops"]
     (work,) = providers.make_linears(make, within, case, ExitStack()).works
@@ -248,7 +248,7 @@ def test_columns_are_of_one_layer(load: Load) -> None:
 
 @pytest.mark.gpu
 def test_every_row_of_the_gpu_is_ok(bench: Any, providers: Any) -> None:
-    """Tiny models; a row that needs plans may lack them, but nothing of ours may be wrong or wait."""
+    """Tiny models; a row that needs recordings may lack them, but nothing of ours may be wrong or wait."""
     device, spec = torch.device("cuda"), bench.SPECS["tiny"]
     case = linear_case("128x256x256", 0.1, device)
     kinds = [{n: partial(providers.make_linears, *m, case) for n, m in bench.LINEARS.items()}]
@@ -257,7 +257,7 @@ def test_every_row_of_the_gpu_is_ok(bench: Any, providers: Any) -> None:
     for makes in kinds:
         found = bench.bench_case(makes, device, 3, NEVER)
         for name, row in found.items():
-            if not str(row["check"]).startswith("there are no plans"):
+            if not str(row["check"]).startswith("there are no recordings"):
                 assert row["check"] == "ok" and row["samples"] == 3, (name, row)
 
 

@@ -314,7 +314,7 @@ CONTRACTS = (
         {
             **REFUSALS,
             "slot": Refusal(MASK | {"dropout": SLOT}, ValueError, r"slot must be int64 \[2\]"),
-            "two recipes": Refusal({"power_of_two": True}, ValueError, "scaling must be None beside power"),
+            "two recipes": Refusal({"power_of_two": True}, ValueError, "scaling must be None with power"),
         },
     ),
 )  # fmt: skip

@@ -188,7 +188,7 @@ CONTRACTS = (
             "two recipes": Refusal(
                 {"scaling": Scaling(torch.ones(2, 3), 1, True), "power_of_two": False},
                 ValueError,
-                "scaling must be None beside power_of_two = False",
+                "scaling must be None with power_of_two = False",
             ),
             "slot": Refusal(
                 {"dropout": Dropout(torch.tensor([5]), 0.1, 0)},

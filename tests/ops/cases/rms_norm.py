@@ -165,7 +165,7 @@ FORWARD = Contract(
         "two recipes": Refusal(
             {"scaling": Scaling(torch.ones(2, 3), 1, True), "power_of_two": False},
             ValueError,
-            "scaling must be None beside power_of_two = False, which asks .*, found column 1",
+            "scaling must be None with power_of_two = False, where each 1 × 128 .*, found column 1",
         ),
     },
     large,

@@ -240,7 +240,7 @@ FORWARD = Contract(
     {"gate_up": Scaled(torch.ones(4, 8)), "scaling": None, "keep": True, "out_dtype": None},
     {
         "two recipes": Refusal(
-            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None beside"
+            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None with"
         ),
         "odd columns": Refusal(
             {"gate_up": Scaled(torch.ones(4, 7))}, ValueError, "gate_up must have 2 F columns, found 7"
@@ -342,7 +342,7 @@ BACKWARD = Contract(
     },
     {
         "two recipes": Refusal(
-            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None beside"
+            {"scaling": Made("cpu", 1).scaling(), "power_of_two": True}, ValueError, "scaling must be None with"
         ),
         "columns of dact": Refusal({"dact": torch.ones(4, 5)}, ValueError, r"dact must be \(4, 4\) .* found \(4, 5\)"),
         "multiplier": Refusal({"multiplier": torch.ones(3)}, ValueError, r"multiplier must be \[2\] .* found \[3\]"),

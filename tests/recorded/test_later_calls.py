@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call like one before asks and checks nothing again. Whatever a plan depends on is seen when it changes."""
+"""A call like one before asks and checks nothing again. Whatever a recording depends on is seen when it changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from lorakernels.autograd.linear import plan as linear_plan
+from lorakernels.autograd.linear import recorded as linear_recorded
 from lorakernels.modules.linear import calls as calls_module
 from lorakernels.recorded import forms, node
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
-from tests.plans.planned_layers import (
+from tests.recorded.recorded_layers import (
     BF16,
     FP16,
     K,
@@ -52,8 +52,8 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
     """FSDP2 frees a parameter's storage after a forward, and allocates it anew before the next."""
     module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
     asked: list[Any] = []
-    ask = linear_plan._ask
-    monkeypatch.setattr(linear_plan, "_ask", lambda *args: asked.append(args) or ask(*args))
+    ask = linear_recorded._kind_of
+    monkeypatch.setattr(linear_recorded, "_kind_of", lambda *args: asked.append(args) or ask(*args))
     with dry_cuda() as recorded:
         for _ in range(3):
             for name in ("weight", "lora_A", "lora_B"):
@@ -72,15 +72,15 @@ def test_parameters_at_other_addresses_are_not_asked_for_again(
         assert len(asked) == 1 and recorded.runs == 3
 
 
-def test_what_is_known_of_a_layer_holds_no_tensor_and_no_address() -> None:
-    """So that threads share nothing that a call changes, and a plan takes what a parameter is at that call."""
+def test_the_last_calls_of_a_layer_hold_no_tensor_and_no_address() -> None:
+    """So that threads share nothing that a call changes, and a recording takes what a parameter is at that call."""
     module, x = layer(lora_dropout=0.0), torch.randn(M, K, dtype=BF16)
     with dry_cuda():
         module(x)
         (spec,) = module._numbers.specs.values()
-        known = spec.memo["linear"]
+        calls = spec.memo["linear"]
     own = {t.data_ptr() for t in (x, *module.parameters(), module.fp8_state.forward)}
-    waiting, seen = [vars(known)], []
+    waiting, seen = [vars(calls)], []
     while waiting:
         value = waiting.pop()
         if isinstance(value, dict):
@@ -169,7 +169,7 @@ def test_what_autocast_casts_is_cast_after_a_call_as_well() -> None:
         assert module(x).dtype == BF16
 
 
-def test_each_combination_of_gradients_has_its_own_plan() -> None:
+def test_each_combination_of_gradients_has_its_own_recording() -> None:
     module, x = layer(), torch.randn(M, K, dtype=BF16)
     with dry_cuda():
         for _ in range(2):
@@ -190,7 +190,7 @@ def test_each_combination_of_gradients_has_its_own_plan() -> None:
 def test_a_call_without_gradients_goes_past_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = layer().eval(), torch.randn(1, 1, K, dtype=BF16)
     with dry_cuda() as recorded, torch.no_grad():
-        with without_plans():
+        with without_recordings():
             module(x)
         by_ops = launches(recorded.calls)
         recorded.calls.clear()
@@ -213,13 +213,13 @@ def test_without_dynamos_function_forms_are_compared_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forms, "_Guards", None)
-    test_each_combination_of_gradients_has_its_own_plan()
+    test_each_combination_of_gradients_has_its_own_recording()
     test_a_rank_that_is_cut_by_data_is_seen()
     test_a_call_like_one_before_asks_and_checks_nothing_again(layer, monkeypatch)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["dynamo", "python"])
-def test_forms_differ_in_everything_that_a_plan_depends_on(
+def test_forms_differ_in_everything_that_a_recording_depends_on(
     own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not own:

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lorakernels import LoRALinear
 from lorakernels.autograd.linear.node import Saved
 from lorakernels.recorded.forms import sees_dispatch_keys
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
-from tests.plans.test_compiled_plan import BF16, OPTIONS, K, layer, rows
-from tests.plans.test_linear_plan import launches
+from tests.recorded.test_recorded_compiled import BF16, OPTIONS, K, layer, rows
+from tests.recorded.test_recorded_linear import launches
 
 FORWARD = torch.ops.lorakernels.lora_linear_forward.default
 BACKWARD = torch.ops.lorakernels.lora_linear_backward.default
@@ -83,7 +83,7 @@ def test_repeated_calls_pass_the_dispatcher_and_launch_the_same(
             BACKWARD(*backward_arguments(given, made), None, None)  # as some torch write it
             return launches(recorded.calls)
 
-        with without_plans():
+        with without_recordings():
             expected = step()
         assert step() == expected and len(calls) == 4
         for _ in range(2):
@@ -109,7 +109,7 @@ WATCHED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "inference mode": torch.inference_mode,
     "a dispatch mode": Seen,
     "a profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
-    "no plans": without_plans,
+    "no recordings": without_recordings,
 }
 
 
@@ -241,7 +241,7 @@ def test_repeated_calls_compute_what_the_ops_compute(
         return [*made, *BACKWARD(*backward_arguments(given, made))]
 
     with torch.no_grad(), counted(monkeypatch) as calls:
-        with without_plans():
+        with without_recordings():
             expected = step()
         for _ in range(3):
             assert all(map(torch.equal, step(), expected))

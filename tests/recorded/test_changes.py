@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever changes at a layer between calls, the next call launches by its plan what the ops launch."""
+"""Whatever changes at a layer between calls, the next call launches by its recording what the ops launch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear
-from lorakernels.recorded.node import PLANS
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.node import RECORDINGS
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
-from tests.plans.planned_layers import BF16, FP16, K, M, N, launches, layer, name_tensors
+from tests.recorded.recorded_layers import BF16, FP16, K, M, N, launches, layer, name_tensors
 from tests.recorded_calls import Recorded
 
 BYTES = re.compile(r" =[0-9a-f]*")  # where torch runs on a CPU, it writes amaxes
@@ -89,7 +89,7 @@ def step(module: nn.Module, x: Tensor, recorded: Recorded) -> Any:
 
 
 def compare(module: nn.Module, x: Tensor, recorded: Recorded) -> None:
-    with without_plans():
+    with without_recordings():
         by_ops = step(module, x, recorded)
     for _ in range(2):
         assert step(module, x, recorded) == by_ops
@@ -157,8 +157,8 @@ def test_parameters_of_a_functional_call_are_taken() -> None:
         assert found.shape == (16, K)
 
 
-def test_a_plan_that_is_forgotten_before_backward_lives_until_then() -> None:
-    """So many other calls may come between that 1,024 plans are newer."""
+def test_a_recording_that_is_forgotten_before_backward_lives_until_then() -> None:
+    """So many other calls may come between that 1,024 recordings are newer."""
     module, x = layer(), torch.randn(M, K, dtype=BF16, requires_grad=True)
     with dry_cuda() as recorded:
         compare(module, x, recorded)
@@ -167,7 +167,7 @@ def test_a_plan_that_is_forgotten_before_backward_lives_until_then() -> None:
         recorded.calls.clear()
         torch.manual_seed(0)
         y = module(x)
-        PLANS.cache_clear()
+        RECORDINGS.cache_clear()
         gc.collect()
         runs = recorded.runs
         y.backward(torch.ones_like(y))
@@ -175,4 +175,4 @@ def test_a_plan_that_is_forgotten_before_backward_lives_until_then() -> None:
         assert BYTES.sub("", str(launches(recorded.calls))) == expected[2]
         del y
         gc.collect()
-        assert step(module, x, recorded) == expected and len(PLANS) == 1
+        assert step(module, x, recorded) == expected and len(RECORDINGS) == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a plan's memory lies: what is needed at one time does not overlap."""
+"""Where a recording's memory lies: what is needed at one time does not overlap."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRAConfig, LoRALinear
-from lorakernels.recorded.node import PLANS
-from lorakernels.recorded.plan import ALIGNMENT, by_lifetime
+from lorakernels.recorded.node import RECORDINGS
+from lorakernels.recorded.recording import ALIGNMENT, by_lifetime
 from lorakernels.recorded.stand_in import Memory
 from tests.dry_cuda import dry_cuda
 
@@ -44,21 +44,21 @@ def test_a_launch_uses_what_lives_then_and_kept_memory_is_its_own() -> None:
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
     with dry_cuda():
         y = layer(x)
-        (plan,) = PLANS.values()
-        assert plan is not None
-        used_by = [_used(arguments) for _, _, arguments in plan.forward.launches.recorded]
+        (node,) = RECORDINGS.values()
+        assert node is not None
+        used_by = [_used(arguments) for _, _, arguments in node.forward.launches.recorded]
         for number, used in enumerate(used_by):
             for index in used:
-                memory = plan._recording.memories[index]
+                memory = node._recorder.memories[index]
                 assert memory.born <= number and (memory.died is None or memory.died > number)
         ends = sorted(
-            (at, at + plan._recording.memories[i].nbytes) for i, at in plan._kept.offsets.items()
+            (at, at + node._recorder.memories[i].nbytes) for i, at in node._kept.offsets.items()
         )
         assert len(ends) == 3  # x8, its scale_inv, s
         assert all(first[1] <= second[0] for first, second in itertools.pairwise(ends))
-        assert ends[-1][1] <= plan._kept.size
+        assert ends[-1][1] <= node._kept.size
         y.backward(torch.ones_like(y))
-        (backward,) = plan._backwards.values()
+        (backward,) = node._backwards.values()
         assert len(used_by) + len(backward.launches.recorded) == 5
 
 

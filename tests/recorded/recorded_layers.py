@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in each of the forms that have plans, a step of one, and what its launches were."""
+"""Linear layers in each of the forms that have recordings, a step of one, and what its launches were."""
 
 from __future__ import annotations
 

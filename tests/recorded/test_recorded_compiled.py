@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ops of a compiled layer launch by plans what they launch without."""
+"""The ops of a compiled layer launch by recordings what they launch without."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, LoRALinear, batch_adapters
 from lorakernels.autograd import Adapter
-from lorakernels.autograd.linear.plan import ways_of_kinds
+from lorakernels.autograd.linear.recorded import ways_of_kinds
 from lorakernels.modules.linear.dora import DoRALinear
-from lorakernels.recorded.node import PLANS
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.node import RECORDINGS
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
-from tests.plans.planned_layers import launches
+from tests.recorded.recorded_layers import launches
 
 K, N, M = 256, 384, 96
 BF16 = torch.bfloat16
@@ -60,7 +60,7 @@ def step(
 
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plans_launch_what_the_ops_launch(name: str, needs_dx: bool) -> None:
+def test_recordings_launch_what_the_ops_launch(name: str, needs_dx: bool) -> None:
     """A model's first layers get an x that needs no gradient."""
     module, x, slot = layer(name), torch.randn(rows(name), K, dtype=BF16), torch.tensor([5, 6])
     with dry_cuda() as recorded:
@@ -70,7 +70,7 @@ def test_plans_launch_what_the_ops_launch(name: str, needs_dx: bool) -> None:
         recorded.name(slot=slot, **module._buffers)
         recorded.name(**{name: p.data for name, p in module.named_parameters()})
         recorded.name(weight=module.stored)
-        with without_plans():
+        with without_recordings():
             step(module, x, slot, needs_dx)
         by_ops = launches(recorded.calls)
         assert not recorded.runs
@@ -78,13 +78,13 @@ def test_plans_launch_what_the_ops_launch(name: str, needs_dx: bool) -> None:
             recorded.calls.clear()
             step(module, x, slot, needs_dx)
             assert launches(recorded.calls) == by_ops
-        assert recorded.runs == 4 and len(PLANS) == 2
+        assert recorded.runs == 4 and len(RECORDINGS) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("needs_dx", [True, False], ids=["dx", "no dx"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plans_compute_what_the_ops_compute(name: str, needs_dx: bool) -> None:
+def test_recordings_compute_what_the_ops_compute(name: str, needs_dx: bool) -> None:
     module = layer(name, "cuda")
     x, slot = (
         torch.randn(rows(name), K, dtype=BF16, device="cuda"),
@@ -92,12 +92,12 @@ def test_plans_compute_what_the_ops_compute(name: str, needs_dx: bool) -> None:
     )
     state = module.fp8_state
     before = None if state is None else state.save()
-    with without_plans():
+    with without_recordings():
         by_ops = step(module, x, slot, needs_dx)
     if state is not None:
         state.restore(before)
-    planned = step(module, x, slot, needs_dx)
-    for ours, theirs in zip(planned, by_ops, strict=True):
+    by_recording = step(module, x, slot, needs_dx)
+    for ours, theirs in zip(by_recording, by_ops, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
 
@@ -130,15 +130,15 @@ DORA = {
 
 
 @pytest.mark.parametrize("name", DORA)
-def test_products_with_a_magnitude_launch_by_plans_what_they_launch_without(name: str) -> None:
-    """With dropout, the product of x - D(x) has a plan, too."""
+def test_products_with_a_magnitude_launch_by_recordings_what_they_launch_without(name: str) -> None:
+    """With dropout, the product of x - D(x) has a recording, too."""
     module, x = dora(*DORA[name]), torch.randn(2, M // 2, K, dtype=BF16)
     with dry_cuda() as recorded:
         state = module.fp8_state
         if state is not None:
             recorded.name(state_x=state.forward, state_dy=state.backward)
         recorded.name(**module._buffers, **{name: p.data for name, p in module.named_parameters()})
-        with without_plans():
+        with without_recordings():
             dora_step(module, x)
         by_ops = [call for call in launches(recorded.calls) if call[0] != "dropout_mask"]
         assert not recorded.runs
@@ -153,16 +153,18 @@ def test_products_with_a_magnitude_launch_by_plans_what_they_launch_without(name
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", DORA)
-def test_products_with_a_magnitude_compute_by_plans_what_they_compute_without(name: str) -> None:
+def test_products_with_a_magnitude_compute_by_recordings_what_they_compute_without(
+    name: str,
+) -> None:
     module = dora(*DORA[name], device="cuda")
     x, state = torch.randn(2, M // 2, K, dtype=BF16, device="cuda"), module.fp8_state
     before = None if state is None else state.save()
-    with without_plans():
+    with without_recordings():
         by_ops = dora_step(module, x)
     if state is not None:
         state.restore(before)
-    planned = dora_step(module, x)
-    for ours, theirs in zip(planned, by_ops, strict=True):
+    by_recording = dora_step(module, x)
+    for ours, theirs in zip(by_recording, by_ops, strict=True):
         assert (ours is None) == (theirs is None)
         assert ours is None or torch.equal(ours, theirs)
     assert module.eager_ways(ways_of_kinds()) == [""]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The nodes of a decoder layer by plans (recorded/node.py), or by the ops where a plan does not take the call."""
+"""The nodes of a decoder layer by recorded calls (recorded/node.py), or by the ops."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lorakernels.autograd.decoder.layer import (
     OutputNode,
     QKVCall,
 )
-from lorakernels.autograd.linear.projections import PlannedProjections, Projections
-from lorakernels.recorded.node import PLANS, NodePlan, Operands, run_node
+from lorakernels.autograd.linear.projections import Projections, RecordedProjections
+from lorakernels.recorded.node import RECORDINGS, Operands, RecordedNode, run_node
 from lorakernels.recorded.routing import NOT_PLAIN, OVER_RANKS, PLAIN, WATCHED, are_plain, is_plain
 from lorakernels.recorded.shared import shared
-from lorakernels.recorded.stand_in import Recording, Site, column_offset
+from lorakernels.recorded.stand_in import Recorder, Site, column_offset
 from lorakernels.values import Dropout
 
 _TENSORS = (
@@ -36,17 +36,17 @@ _TENSORS = (
 )
 
 
-class _Kind:
-    """The forms that several Projections have in common. Kinds are compared by identity."""
+class _ProjectionsKind:
+    """The forms that several Projections have in common. It is compared by identity."""
 
     def __init__(self, forms: Hashable) -> None:
         self.forms = forms
 
 
-def planned_projections(
+def recorded_projections(
     to: Projections, drawn: tuple[float, ...], params: Sequence[Tensor | None]
-) -> PlannedProjections | None:
-    """The tensors and addresses that plans take from `to`.
+) -> RecordedProjections | None:
+    """The tensors and addresses that recordings take from `to`.
 
     None over a plain base, for projections that are split over ranks, and if a tensor's class is not torch's own.
 
@@ -63,17 +63,17 @@ def planned_projections(
         None if t is None else (t.shape, t.dtype) for t in (*tensors, *params, to.state_x)
     )
     key = (forms, to.rows, to.ranks, drawn, to.spec.numbers)
-    kind = shared(_Kind, key)
+    kind = shared(_ProjectionsKind, key)
     offset = column_offset(to.spec.column)
     addresses = tuple(s.data_ptr() + offset for s in states if s is not None)
-    return PlannedProjections(kind, [t for t in tensors if t is not None], addresses)
+    return RecordedProjections(kind, [t for t in tensors if t is not None], addresses)
 
 
 def _tensors(to: Projections) -> list[Tensor | None]:
     return [*(getattr(to, name) for name in _TENSORS), *to.weights]
 
 
-class _Call(NamedTuple):
+class _NodeCall(NamedTuple):
     """One call of a node.
 
     Attributes:
@@ -97,28 +97,28 @@ class _Call(NamedTuple):
             None if t is None else (t.shape, t.dtype, t.stride(), t.device)
             for t in (*self.tensors, *self.tables.values())
         ]
-        kinds = [to.planned and to.planned.kind for to in self.tos.values()]
+        kinds = [to.recorded and to.recorded.kind for to in self.tos.values()]
         return (self.node, *kinds, *shapes, *constants, *flags)
 
-    def operands(self, recording: Recording) -> Operands:
+    def operands(self, recorder: Recorder) -> Operands:
         """Stand-ins for everything."""
-        first = [_stand_in(recording, t) for t in self.tensors]
-        params = [_stand_in(recording, t) for t in self.params]
-        tables = {name: _stand_in(recording, t) for name, t in self.tables.items()}
+        first = [_stand_in(recorder, t) for t in self.tensors]
+        params = [_stand_in(recorder, t) for t in self.params]
+        tables = {name: _stand_in(recorder, t) for name, t in self.tables.items()}
         stand_ins, states, sites = [*first, *params, *tables.values()], [], 0
         tos = {}
         for name, to in self.tos.items():
-            tensors = [_stand_in(recording, t) for t in _tensors(to)]
+            tensors = [_stand_in(recorder, t) for t in _tensors(to)]
             masks: list[Dropout | None] = []
             for mask in to.masks:
                 if mask is None:
                     masks.append(None)
                 else:
-                    tensors.append(_stand_in(recording, mask.slot))
+                    tensors.append(_stand_in(recorder, mask.slot))
                     masks.append(mask._replace(slot=tensors[-1], site=Site(sites)))
                     sites += 1
             both = (to.state_x, to.state_dy)
-            columns_of_states = [None if t is None else recording.column(t.shape) for t in both]
+            columns_of_states = [None if t is None else recorder.column(t.shape) for t in both]
             states += columns_of_states
             stand_ins += tensors
             n = len(_TENSORS)
@@ -136,32 +136,33 @@ class _Call(NamedTuple):
         columns = sum(state is not None for state in states)
         return Operands(present, (*first, call, *params), places, columns)
 
-    def run(self, plan: NodePlan) -> Any:
+    def run(self, recorded: RecordedNode) -> Any:
         """The node's results, or None where it has to run by the ops."""
         seen = (*self.tensors, *self.params)
         tensors = [t for t in (*seen, *self.tables.values()) if t is not None]
         columns: tuple[int, ...] = ()
         sites: list[int] = []
         for to in self.tos.values():
-            assert to.planned is not None
-            tensors += to.planned.tensors
-            columns += to.planned.addresses
+            assert to.recorded is not None
+            tensors += to.recorded.tensors
+            columns += to.recorded.addresses
             for mask in to.masks:
                 if mask is not None:
                     tensors.append(mask.slot)
                     sites.append(mask.site)
-        return run_node(plan, tensors, seen, columns, tuple(sites), {"call": self.call})
+        addresses: tuple[Tensor | int, ...] = (*tensors, *columns)
+        return run_node(recorded, addresses, seen, columns, tuple(sites), {"call": self.call})
 
 
-def _stand_in(recording: Recording, tensor: Tensor | None) -> Any:
+def _stand_in(recorder: Recorder, tensor: Tensor | None) -> Any:
     if tensor is None:
         return None
-    return recording.tensor(tensor.shape, tensor.dtype, tensor.stride())
+    return recorder.tensor(tensor.shape, tensor.dtype, tensor.stride())
 
 
-def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
+def _recorded(call: _NodeCall, constants: tuple[Hashable, ...]) -> Any:
     """The node's results, or None where it has to run by the ops."""
-    if not is_plain() or any([to.planned is None for to in call.tos.values()]):
+    if not is_plain() or any([to.recorded is None for to in call.tos.values()]):
         return None
     first, others = call.tensors[0], (*call.tensors[1:], *call.tables.values())
     assert first is not None
@@ -172,32 +173,32 @@ def _planned(call: _Call, constants: tuple[Hashable, ...]) -> Any:
     flags = [grad and t is not None and t.requires_grad for t in tensors]
     n, device = len(call.tensors), call.tensors[0].device  # type: ignore[union-attr]
 
-    def make() -> NodePlan:
-        return NodePlan(call.node, device, call.operands, (*flags[:n], False, *flags[n:]))
+    def make() -> RecordedNode:
+        return RecordedNode(call.node, device, call.operands, (*flags[:n], False, *flags[n:]))
 
     key = call.key((*constants, device.index), flags)
     try:
-        plan = PLANS[key]
+        recorded = RECORDINGS[key]
     except KeyError:
-        plan = PLANS.make(key, make)
-    return None if plan is None else call.run(plan)
+        recorded = RECORDINGS.make(key, make)
+    return None if recorded is None else call.run(recorded)
 
 
 def ways_of_kinds() -> dict[Hashable, str]:
-    """{kind of Projections that ran on a GPU: "" if there is a plan, or else why there is none}."""
+    """{kind of Projections that ran on a GPU: "" if recorded, or else why by the ops}."""
     ways: dict[Hashable, str] = {}
-    for key, why_not in PLANS.ways():
+    for key, why_not in RECORDINGS.ways():
         for kind in key:
-            if isinstance(kind, _Kind):
+            if isinstance(kind, _ProjectionsKind):
                 ways[kind] = why_not and ways.get(kind, why_not)
     return ways
 
 
 def way_of(to: Projections, kinds: Mapping[Hashable, str]) -> str:
-    """ "" if a node ran by plans, or else why it ran by the ops. `kinds`: `ways_of_kinds()`."""
+    """ "" if a node is recorded, or else why it ran by the ops. `kinds`: `ways_of_kinds()`."""
     if to.over is not None:
         return OVER_RANKS
-    return NOT_PLAIN if to.planned is None else kinds.get(to.planned.kind, WATCHED)
+    return NOT_PLAIN if to.recorded is None else kinds.get(to.recorded.kind, WATCHED)
 
 
 def norm_qkv(
@@ -213,8 +214,10 @@ def norm_qkv(
     if h.is_cuda:
         h = h.contiguous()
         tables = {"cos": call.cos, "sin": call.sin}
-        made = _Call(NormQKVNode, (h, norm, q_norm, k_norm), call, params, {"to": call.to}, tables)
-        results = _planned(made, (call.eps, call.heads, call.kv_heads, call.save))
+        made = _NodeCall(
+            NormQKVNode, (h, norm, q_norm, k_norm), call, params, {"to": call.to}, tables
+        )
+        results = _recorded(made, (call.eps, call.heads, call.kv_heads, call.save))
     if results is None:
         results = NormQKVNode.apply(h, norm, q_norm, k_norm, call, *params)
     q, k, v, h = results
@@ -231,8 +234,8 @@ def output(out: Tensor, residual: Tensor, call: OutputCall, params: list[Tensor 
     if out.is_cuda and call.bytes_ is None:
         # mostly no copy: attention wrote it so
         out = out.transpose(1, 2).contiguous().transpose(1, 2)
-        made = _Call(OutputNode, (out, residual), call, params, {"to": call.to}, {})
-        y = _planned(made, (call.save, call.adds))
+        made = _NodeCall(OutputNode, (out, residual), call, params, {"to": call.to}, {})
+        y = _recorded(made, (call.save, call.adds))
     return OutputNode.apply(out, residual, call, *params) if y is None else y
 
 
@@ -245,6 +248,6 @@ def mlp(h: Tensor, norm: Tensor | None, call: MLPCall, params: list[Tensor | Non
     if h.is_cuda and call.away is None and call.act == "silu":
         h = h.contiguous()
         tos = {"gate_up": call.gate_up, "down": call.down}
-        made = _Call(MLPNode, (h, norm), call, params, tos, {})
-        y = _planned(made, (call.eps, call.save, call.output, call.adds))
+        made = _NodeCall(MLPNode, (h, norm), call, params, tos, {})
+        y = _recorded(made, (call.eps, call.save, call.output, call.adds))
     return MLPNode.apply(h, norm, call, *params) if y is None else y

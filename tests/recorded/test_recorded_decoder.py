@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fused decoder layer by its plans launches what its ops launch."""
+"""A fused decoder layer by its recordings launches what its ops launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoModel, GraniteConfig, LlamaConfig, SmolLM3Config
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lorakernels import BlockScaling, LoRAConfig, apply_lora, batch_adapters, fuse
-from lorakernels.recorded.routing import without_plans
+from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
 from tests.recorded_calls import Call, Recorded
 
@@ -113,7 +113,7 @@ def tokens(name: str) -> int:
 def launches(calls: list[Call]) -> list[tuple[str, dict[str, Any]]]:
     """Each call with its addresses in the model's own tensors. Of other memory only that there is an address.
 
-    Triton's kernels get an FP8 state and places in it. A plan's state begins at its column, which the places then lack.
+    Triton's kernels get an FP8 state and places in it. A recorded state begins at its column, which the places lack.
     """
     found = []
     for call in calls:
@@ -135,13 +135,13 @@ def _plain(value: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_plans_launch_what_the_ops_launch(name: str) -> None:
+def test_recordings_launch_what_the_ops_launch(name: str) -> None:
     model = MODELS[name]()
     h = torch.randn(2, tokens(name), SIZES["hidden_size"], dtype=BF16, requires_grad=True)
     step(model, h)  # on the CPU, where the projections' memory is joined
     with dry_cuda() as recorded:
         name_tensors(recorded, model)
-        with without_plans():
+        with without_recordings():
             step(model, h)
         by_ops = launches(recorded.calls)
         assert not recorded.runs
@@ -155,7 +155,7 @@ def test_plans_launch_what_the_ops_launch(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
+def test_the_ops_take_what_a_recorded_forward_kept(name: str) -> None:
     """A profiler may begin between forward and backward, and the gradient of a trained norm is computed by torch."""
     model = MODELS[name]()
     for layer in model.layers:
@@ -164,16 +164,16 @@ def test_the_ops_take_what_a_planned_forward_kept(name: str) -> None:
     step(model, h)
     with dry_cuda() as recorded:
         name_tensors(recorded, model)
-        with without_plans():
+        with without_recordings():
             step(model, h)
         by_ops = launches(recorded.calls)
         recorded.calls.clear()
         y = model(inputs_embeds=h, use_cache=False).last_hidden_state
-        planned = recorded.runs
-        with without_plans():
+        runs = recorded.runs
+        with without_recordings():
             y.backward(torch.ones_like(y))
         assert launches(recorded.calls) == by_ops
-        assert recorded.runs == planned == RUNS.get(name, 12) // 2
+        assert recorded.runs == runs == RUNS.get(name, 12) // 2
 
 
 def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
@@ -196,9 +196,9 @@ def test_a_written_A_is_seen_where_another_adapter_is_switched_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "said"), [(16, "8 by plans"), (4, "8 by the ops (no plan holds torch.pad)")]
+    ("rank", "said"), [(16, "8 recorded"), (4, "8 by the ops (no recording holds torch.pad)")]
 )
-def test_fuse_s_report_says_what_ran_by_plans(rank: int, said: str) -> None:
+def test_fuse_s_report_says_what_was_recorded(rank: int, said: str) -> None:
     torch.manual_seed(0)
     model = LlamaModel(LlamaConfig(**SIZES)).to(BF16)
     apply_lora(model, LoRAConfig(r=rank, target_modules="all-linear"))
@@ -243,17 +243,17 @@ def outcome(model: nn.Module, h: Tensor) -> list[Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
-def test_plans_compute_what_the_ops_compute(name: str) -> None:
+def test_recordings_compute_what_the_ops_compute(name: str) -> None:
     model = MODELS[name]().to("cuda")
     h = torch.randn(2, tokens(name), SIZES["hidden_size"], dtype=BF16, device="cuda")
     state = model.layers[0].self_attn.q_proj.fp8_state
     before = None if state is None else state.save()
-    with without_plans():
+    with without_recordings():
         by_ops = outcome(model, h)
     after = None if state is None else (state.forward.clone(), state.backward.clone())
     if state is not None:
         state.restore(before)
-    planned = outcome(model, h)
-    assert len(planned) == len(by_ops) and all(map(torch.equal, planned, by_ops))
+    by_recording = outcome(model, h)
+    assert len(by_recording) == len(by_ops) and all(map(torch.equal, by_recording, by_ops))
     if state is not None:
         assert torch.equal(state.forward, after[0]) and torch.equal(state.backward, after[1])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where this torch lacks a name by which a watched call is known, no call goes by a plan, and the reports say why."""
+"""Where this torch cannot say whether a call is watched, no call is recorded, and the reports say why."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made_again() -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_name_no_call_goes_by_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_name_no_call_is_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made_again().is_plain()
     owner, _, last = name.rpartition(".")
     monkeypatch.delattr(torch._C._autograd if owner else torch._C, last)
