@@ -27,7 +27,7 @@ from lorakernels.values import Weight
 
 
 def check_fp8_linear(path: str, module: nn.Module) -> None:
-    """Refuse an FP8Linear whose weight or scales are not what this file reads.
+    """Refuse an FP8Linear with a weight or scales that this file cannot read.
 
     Raises:
         TypeError: the weight is not e4m3, or there are no scales.
@@ -97,7 +97,7 @@ def per_tensor_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def check_block_size(path: str, module: nn.Module, recipe: Recipe | None) -> None:
-    """Refuse an FP8Linear whose blocks are not 128 × 128, where a BlockScaling is to keep them.
+    """Refuse an FP8Linear with blocks other than 128 × 128 under BlockScaling, which is to keep them.
 
     Raises:
         ValueError: the block has another size.
