@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # what _HOMES says at run time
     from lorakernels.checkpoints.adapters.files import load_adapter, read_adapter, save_adapter
     from lorakernels.checkpoints.base.files import BaseFiles
     from lorakernels.checkpoints.loading.load import Loaded, load_quantized
-    from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, MMParams
+    from lorakernels.config import LoRAConfig
     from lorakernels.fusion.fuse import FuseReport, fuse, unfuse
     from lorakernels.fusion.unload import merge_and_unload, unload
     from lorakernels.loops.attached import Attached, attach
@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # what _HOMES says at run time
     from lorakernels.parallel.base.offload import Offload
     from lorakernels.planner.axes import PlanAxes
     from lorakernels.planner.plan import ShardPlan
+    from lorakernels.recipes import BlockScaling, DelayedScaling, MMParams
     from lorakernels.state.fp8 import FP8State
     from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
     from lorakernels.values import LogitChange
@@ -66,7 +67,8 @@ _HOMES = {  # {module: the public names that are imported from it}
     "checkpoints.adapters.files": "load_adapter read_adapter save_adapter",
     "checkpoints.base.files": "BaseFiles",
     "checkpoints.loading.load": "Loaded load_quantized",
-    "config": "BlockScaling DelayedScaling LoRAConfig MMParams",
+    "config": "LoRAConfig",
+    "recipes": "BlockScaling DelayedScaling MMParams",
     "fusion.fuse": "FuseReport fuse unfuse",
     "fusion.unload": "merge_and_unload unload",
     "loops.attached": "Attached attach",

@@ -13,7 +13,8 @@ import types
 import pytest
 import torch
 
-from lorakernels.config import DelayedScaling, LoRAConfig, MMParams, clean_path
+from lorakernels.config import LoRAConfig, clean_path
+from lorakernels.recipes import DelayedScaling, MMParams
 
 BAD_LORA = [
     ("r", 0, ValueError, "at least 1, got 0"),

@@ -17,7 +17,8 @@ import lorakernels
 ROOT = Path(__file__).parents[1]
 # Lowest first. "" is `import lorakernels`: the public names.
 LAYERS = (
-    ("peft_config",),
+    ("field_checks", "peft_config"),
+    ("recipes",),
     ("_C", "config", "graphs", "installed", "lazy", "values"),
     ("device",),
     ("numerics",),

@@ -14,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 EMPTY = {"found", "own", "at", "each", "given", "told", "asked", "known"}
-PENDING = ("parallel",)  # not renamed yet
 SOURCES = sorted(
     path for folder in ("lorakernels", "graphs") for path in (ROOT / folder).rglob("*.py")
 )
@@ -36,36 +35,24 @@ def empty_names(text: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
-def offenders(package: str) -> list[str]:
-    """ "file:line name" of the empty names in `package` of lorakernels; "" stands for all packages that are held."""
-    return [
-        f"{path.relative_to(ROOT)}:{line} {name}"
-        for path in SOURCES
-        if (inside := path.relative_to(ROOT).parts[1]) == package
-        or (not package and inside not in PENDING)
-        for line, name in empty_names(path.read_text())
-    ]
-
-
 def test_names_say_what_they_hold() -> None:
     assert len(SOURCES) > 400
-    assert offenders("") == []
+    offenders = [
+        f"{path.relative_to(ROOT)}:{line} {name}"
+        for path in SOURCES
+        for line, name in empty_names(path.read_text())
+    ]
+    assert offenders == []
 
 
 def test_a_class_name_has_one_meaning() -> None:
     files: dict[str, list[str]] = {}
     for path in SOURCES:
-        if path.relative_to(ROOT).parts[1] not in PENDING:
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef):
-                    files.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
     assert len(files) > 200
     assert {name: places for name, places in files.items() if len(places) > 1} == {}
-
-
-@pytest.mark.parametrize("package", PENDING)
-def test_every_exception_is_needed(package: str) -> None:
-    assert offenders(package) != [], f"take {package!r} out of PENDING"
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ from lorakernels import (
     attach,
     fuse,
 )
-from lorakernels.config import Recipe
 from lorakernels.modules.model.merge import lora_modules
+from lorakernels.recipes import Recipe
 from lorakernels.train.model.model import quiet_transformers
 
 CHARACTERS = 4_000_000

@@ -30,7 +30,6 @@ from benchmarks.peers.models import (
 from benchmarks.peers.te import autocast, te_or_unavailable
 from benchmarks.peers.te_layers import Adapter, Cached, First, WithAdapter
 from lorakernels import BlockScaling, DelayedScaling, PhiloxState
-from lorakernels.config import Recipe
 from lorakernels.fusion.memory import OFFLOADED, SAVE, kept_bytes
 from lorakernels.fusion.over_ranks import together_of
 from lorakernels.parallel import ShardedAdamW
@@ -38,6 +37,7 @@ from lorakernels.parallel.optimizer.sharded_adamw import BUCKET_BYTES
 from lorakernels.planner.memory import Placement, saves_within
 from lorakernels.planner.size import ELEMENT, ModelSize
 from lorakernels.planner.time import BatchSize
+from lorakernels.recipes import Recipe
 
 LR = 2e-4
 SPARE = 0.07  # of the GPU; 5 GiB of an H200's lay in pieces that Llama-2-70B's layers could not use

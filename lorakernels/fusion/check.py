@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lorakernels.config import BlockScaling, Recipe
 from lorakernels.fusion.call_checks import refuse_hooks
 from lorakernels.fusion.describe import LayerDescription
 from lorakernels.modules.linear.dora import DoRALinear
@@ -19,6 +18,7 @@ from lorakernels.modules.marks import is_held
 from lorakernels.modules.model.trained_parts import keeps_weight
 from lorakernels.modules.order import refuse_module
 from lorakernels.numerics.blocks import BLOCK
+from lorakernels.recipes import BlockScaling, Recipe
 
 
 def check_layers(

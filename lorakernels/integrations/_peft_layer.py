@@ -25,7 +25,6 @@ from lorakernels.autograd import (
     check_input,
     lora_linear,
 )
-from lorakernels.config import Recipe
 from lorakernels.integrations._peft_calls import mend_hooks_of_calls
 from lorakernels.integrations._peft_projection import PeftProjection
 from lorakernels.modules.linear.calls import call
@@ -37,6 +36,7 @@ from lorakernels.modules.model.convert import to_frozen
 from lorakernels.modules.model.frozen_targets import HOOKS
 from lorakernels.modules.model.targets import has_forward_of_its_own
 from lorakernels.modules.order import refuse
+from lorakernels.recipes import Recipe
 from lorakernels.state.philox import draw_slot
 from lorakernels.values import Weight
 

@@ -24,7 +24,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import nn
 
 from lorakernels import DelayedScaling, FP8State, FrozenFP8Linear, LoRAConfig
-from lorakernels.config import ALL_LINEAR, Recipe
+from lorakernels.config import ALL_LINEAR
 from lorakernels.integrations._peft_layer import (
     FUSED,
     LoraKernelsLinear,
@@ -36,6 +36,7 @@ from lorakernels.modules.linear.weights import check_plain
 from lorakernels.modules.marks import became, mark
 from lorakernels.modules.model.peft_mixtures import RENAMED
 from lorakernels.modules.model.targets import is_fp8_linear, match_targets, quantized_with
+from lorakernels.recipes import Recipe
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from lorakernels.checkpoints.base.file_names import check_places
 from lorakernels.checkpoints.base.format import format_of
 from lorakernels.checkpoints.base.shards import check_one_set, header, read_index
 from lorakernels.checkpoints.base.skeleton import config_of
-from lorakernels.config import Recipe
 from lorakernels.integrations.transformers import forget_quantizer
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.model.frozen_targets import frozen_targets
 from lorakernels.modules.model.pretrained import guard_saving
+from lorakernels.recipes import Recipe
 from lorakernels.values import Weight
 
 if int(transformers.__version__.split(".")[0]) < 5:

@@ -36,7 +36,6 @@ from lorakernels import (
     attach,
     save_adapter,
 )
-from lorakernels.config import Recipe
 from lorakernels.loops.parts import adapters
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.spec import FrozenSpec
@@ -44,6 +43,7 @@ from lorakernels.modules.model.convert import check_block_size, check_fp8_linear
 from lorakernels.modules.model.pretrained import guard_saving
 from lorakernels.modules.model.targets import is_fp8_linear
 from lorakernels.modules.model.undo import all_or_nothing
+from lorakernels.recipes import Recipe
 
 _PEFT_LAYERS = "peft.tuners.lora.layer"
 

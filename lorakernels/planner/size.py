@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.config import BlockScaling, LoRAConfig
+from lorakernels.config import LoRAConfig
 from lorakernels.fusion.check import check_blocks
 from lorakernels.fusion.describe import LayerDescription, describe_layers
 from lorakernels.fusion.find import decoder_layers
@@ -21,6 +21,7 @@ from lorakernels.modules import LoRALinear, apply_lora
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.parallel.tensor.check import check_split
+from lorakernels.recipes import BlockScaling
 
 ELEMENT = 2  # bytes of a number that is not FP8: bf16
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One object for equal values, so that what depends on them compares by identity, which is quicker."""
+"""One object for equal values, so that keys made of them compare by identity, which is quicker."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def _shared(make: Callable[[Any], Any], value: Hashable) -> Any:
 
 
 def shared(make: Callable[[Any], T], value: Hashable) -> T:
-    """`make(value)`, the same object for equal values. A second one, after many others, costs a second recording."""
+    """`make(value)`, the same object for equal values. One that was forgotten costs a second recording."""
     return cast(T, _shared(make, value))

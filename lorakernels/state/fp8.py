@@ -29,8 +29,8 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from lorakernels import ops
-from lorakernels.config import GEMM_FIELDS, DelayedScaling
 from lorakernels.device import in_backward
+from lorakernels.recipes import GEMM_FIELDS, DelayedScaling
 
 _CAPTURE = "a CUDA graph"
 _ENTRIES = {"names", "recipe", "in_charge", "forward", "backward"}

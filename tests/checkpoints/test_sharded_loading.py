@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import BlockScaling, apply_lora, fuse, load_quantized
-from lorakernels.config import Recipe
 from lorakernels.modules.marks import is_held
 from lorakernels.parallel import shard_base
 from lorakernels.parallel.base import stores
 from lorakernels.parallel.ranks import comm
+from lorakernels.recipes import Recipe
 from lorakernels.train.model.model import reproducible
 from tests.checkpoints.test_loading_memory import Counting, Live
 from tests.checkpoints.test_loading_refusals import damage

@@ -22,9 +22,9 @@ from lorakernels import (
     linear_cross_entropy,
     quantize_head,
 )
-from lorakernels.config import Recipe
 from lorakernels.parallel import ShardedBase, shard_base
 from lorakernels.parallel.base.shard import POISON_VARIABLE
+from lorakernels.recipes import Recipe
 from tests.fusion.fused_models import ATTENTION, LINEARS, VOCABULARY, adapted, an_adapter
 
 LAYERS, STEPS = 5, 3

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import BlockScaling, DelayedScaling, disable_lora, fuse, unfuse
-from lorakernels.config import Recipe
+from lorakernels.recipes import Recipe
 from tests.autograd.test_decoder_layer import Launches
 from tests.fusion.fused_models import (
     ATTENTION,

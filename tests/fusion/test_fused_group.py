@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lorakernels import BlockScaling, DelayedScaling, FP8State, LoRALinear, fuse, ops, unfuse
-from lorakernels.config import Recipe
 from lorakernels.fusion.group import MOST_VARIANTS
 from lorakernels.modules.linear.frozen import quantize_weight
+from lorakernels.recipes import Recipe
 from lorakernels.values import RowChunks
 from tests.fusion.fused_models import (
     ATTENTION,

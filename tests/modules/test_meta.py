@@ -20,7 +20,7 @@ from lorakernels import (
     fuse,
     linear_cross_entropy,
 )
-from lorakernels.config import Recipe
+from lorakernels.recipes import Recipe
 from tests.fusion.fused_models import LINEARS, adapted
 
 RECIPES = [None, DelayedScaling(), BlockScaling()]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lorakernels import DelayedScaling, LoRAConfig, LoRALinear, fuse
-from lorakernels.config import CallScaling
+from lorakernels.recipes import CallScaling
 from lorakernels.recorded.routing import without_recordings
 from tests.dry_cuda import dry_cuda
 from tests.fusion.fused_models import LINEARS, adapted, run, tokens

@@ -18,8 +18,8 @@ from lorakernels import (
     apply_lora,
     fuse,
 )
-from lorakernels.config import Recipe
 from lorakernels.parallel.context.attention import Chunks
+from lorakernels.recipes import Recipe
 from tests.fusion.fused_models import model_of
 
 SPLIT = 32

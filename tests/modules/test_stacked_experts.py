@@ -15,10 +15,10 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 
 from lorakernels import BlockScaling, DelayedScaling, LoRAConfig, apply_lora, attach  # noqa: E402
-from lorakernels.config import MMParams  # noqa: E402
 from lorakernels.loops.parts import why_no_graphs  # noqa: E402
 from lorakernels.modules.experts.layer import LoRAExperts  # noqa: E402
 from lorakernels.modules.linear.lora import LoRALinear  # noqa: E402
+from lorakernels.recipes import MMParams  # noqa: E402
 from tests.fusion.fused_models import difference  # noqa: E402
 from tests.modules.test_experts import BOTH  # noqa: E402
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lorakernels import LoRALinear, apply_lora
-from lorakernels.config import DelayedScaling, LoRAConfig
+from lorakernels.config import LoRAConfig
 from lorakernels.modules.model.targets import choose, match_saved, match_targets
+from lorakernels.recipes import DelayedScaling
 
 
 class Holder(nn.Module):

@@ -55,7 +55,7 @@ from lorakernels.autograd.linear.linear import (
     stack_B,
 )
 from lorakernels.autograd.linear.projections import Projections
-from lorakernels.autograd.linear.saved import Kept, keep, kept
+from lorakernels.autograd.linear.saved import ByName, keep, kept
 from lorakernels.numerics.gate_up import packed
 from lorakernels.recorded.once import once_differentiable
 from lorakernels.values import Scaled
@@ -201,7 +201,7 @@ def _normed_input(
     return Scaled(*x8) if to.in_fp8 else Scaled(normed), lora_down(normed, to), rstd
 
 
-def _normed(saved: Kept, eps: float) -> Tensor:
+def _normed(saved: ByName, eps: float) -> Tensor:
     """The input of the projections, unquantized, from the kept `h` and `norm`."""
     h: Tensor = saved["h"]
     return h if saved["norm"] is None else rms_norm(h, saved["norm"], eps)
@@ -244,7 +244,7 @@ def _norm_heads_(
 
 
 def _heads_backward(
-    call: QKVCall, saved: Kept, need: tuple[bool, ...], *grads: Tensor
+    call: QKVCall, saved: ByName, need: tuple[bool, ...], *grads: Tensor
 ) -> tuple[Tensor, Scaled | None, list[Tensor | None]]:
     """Backward of RoPE and of the heads' norms.
 

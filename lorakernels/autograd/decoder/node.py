@@ -16,7 +16,7 @@ from lorakernels.autograd.linear.projections import (
     ProjectionGradients,
     Projections,
 )
-from lorakernels.autograd.linear.saved import Kept
+from lorakernels.autograd.linear.saved import ByName
 from lorakernels.values import Scaled
 
 
@@ -62,25 +62,25 @@ class Wanted(NamedTuple):
 
 def adapter_tensors(
     prefix: str, trained: Trained, s: Tensor | None, operand: Scaled | None, wanted: Wanted
-) -> Kept:
+) -> ByName:
     """The tensors of adapters that backward reads, by name: s [M, ΣR], x8 if kept, and the parameters.
 
     Parameters are saved by reference, so that autograd notices a change before backward.
     """
-    by_name: Kept = {f"{prefix}s": s if wanted.needs.B else None}
+    by_name: ByName = {f"{prefix}s": s if wanted.needs.B else None}
     for i, (a, b) in enumerate(zip(trained.A, trained.B, strict=True)):
         by_name |= {f"{prefix}A{i}": a, f"{prefix}B{i}": b} if wanted else {}
     x8, scale_inv = operand if operand is not None and wanted.needs.A else (None, None)
     return {**by_name, f"{prefix}x8": x8, f"{prefix}x_scale_inv": scale_inv}
 
 
-def weights(prefix: str, to: Projections, wanted: Wanted) -> Kept:
+def weights(prefix: str, to: Projections, wanted: Wanted) -> ByName:
     """The W_i by name. They are saved by reference, so that autograd notices a change before backward."""
     return {f"{prefix}W{i}": w for i, w in enumerate(to.weights)} if wanted.needs.x else {}
 
 
 def adapters(
-    prefix: str, saved: Kept, to: Projections, stacked_B: Tensor | None = None
+    prefix: str, saved: ByName, to: Projections, stacked_B: Tensor | None = None
 ) -> Adapters:
     """The Adapters of the tensors that `adapter_tensors` named."""
     lora_B = [saved[f"{prefix}B{i}"] for i in range(to.adapters)]
@@ -103,7 +103,7 @@ def rms_norm(h: Tensor, norm: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(
-    saved: Kept, dnormed: Tensor | None, dresidual: Tensor | None, need_weight: bool
+    saved: ByName, dnormed: Tensor | None, dresidual: Tensor | None, need_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(h's gradient [M, K] with `dresidual` added, dweight [K] or None), from the kept `h`, `norm` and `rstd`.
 

@@ -187,7 +187,7 @@ def _quantize(
 
     Without `scaling` and `power`, dy8 and its scale_inv are empty.
     """
-    side, fp8_dtype = to.beside, to.spec.backward_dtype
+    side, fp8_dtype = to.stacked_side, to.spec.backward_dtype
     mask = _mask_to_draw(to, dy, up, needs)
     cols = 0 if mask is None else to.weight.shape[1]
     results = run(ops.quantize_grad, dy, up, scaling, fp8_dtype, side, power, mask, cols)
@@ -200,7 +200,7 @@ def _mask_to_draw(to: Projections, dy: Tensor, up: Up | None, needs: Needs) -> D
     if up is None or not (needs.A and needs.x) or len(to.masks) != 1:
         return None
     mask = to.masks[0]
-    return mask if hands_mask_over(dy, up, mask, to.grad_weight, to.beside) else None
+    return mask if hands_mask_over(dy, up, mask, to.grad_weight, to.stacked_side) else None
 
 
 def grad_A(
@@ -252,14 +252,16 @@ def grad_x(
 def stack_B(to: Projections, lora_B: Sequence[Tensor]) -> tuple[Tensor | None, Tensor | None]:
     """diag(f_i B_i) [ΣN, ΣR] for forward (f_i = ρ_i) and for backward (f_i = ρ_i / m_i), in one launch.
 
-    If `to.beside` is set, the second has the f_i B_i stacked: [ΣN, R]. Of J adapters in one batch, all lead
+    If `to.stacked_side` is set, the second has the f_i B_i stacked: [ΣN, R]. Of J adapters in one batch, all lead
     with J. Returns (B itself, None) for one projection, and (None, None) without adapters.
     """
     if not to.adapted:
         return None, None
     if to.factors is None:
         return lora_B[0], None
-    first, second = ops.block_diagonal(list(lora_B), to.side, to.factors, to.beside is not None)
+    first, second = ops.block_diagonal(
+        list(lora_B), to.side, to.factors, to.stacked_side is not None
+    )
     return first, second
 
 
@@ -268,7 +270,7 @@ def unstack_B(to: Projections, dB: Tensor, count: int) -> list[Tensor | None]:
     if to.factors is None:
         return [dB]
     assert count == sum(1 for rank in to.ranks if rank)
-    compact = to.beside is not None
+    compact = to.stacked_side is not None
     return [*ops.block_diagonal_parts(dB, to.side, to.factors[1], compact)]
 
 

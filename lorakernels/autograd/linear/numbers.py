@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lorakernels.autograd.linear.values import LoRASpec
-from lorakernels.config import Recipe
+from lorakernels.recipes import Recipe
 from lorakernels.state.fp8 import FP8State
 
 MOST_SPECS = 16  # that a layer remembers

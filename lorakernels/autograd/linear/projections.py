@@ -198,7 +198,7 @@ class Projections(NamedTuple):
         return SideBySide(list(self.rows), list(self.ranks))
 
     @property
-    def beside(self) -> SideBySide | None:
+    def stacked_side(self) -> SideBySide | None:
         """`side` if `quantize_grad` takes these projections side by side, with the B_i stacked; else None."""
         return self.diagonal if side_by_side(self.side) else None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-Kept = dict[str, Any]
+ByName = dict[str, Any]
 
 
 def keep(ctx: Any, **tensors: Tensor | None) -> None:
@@ -16,6 +16,6 @@ def keep(ctx: Any, **tensors: Tensor | None) -> None:
     ctx.save_for_backward(*tensors.values())
 
 
-def kept(ctx: Any) -> Kept:
+def kept(ctx: Any) -> ByName:
     """{name: tensor} that `keep` was given."""
     return dict(zip(ctx.kept_names, ctx.saved_tensors, strict=True))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lorakernels.config import Recipe
 from lorakernels.ops.hardware import FLOATS
+from lorakernels.recipes import Recipe
 from lorakernels.recorded.shared import shared
 from lorakernels.values import Dropout, Scaling
 
@@ -28,7 +28,7 @@ class LoRASpec:
         p: dropout probability, in [0, 1).
         site: the layer's dropout stream.
         row0, chunks, col0: where x[0, 0], and its rows, lie in the tensor that the mask is drawn for.
-        column, delayed, backward_dtype, split_fprop, split_dgrad: as of `config.CallScaling`.
+        column, delayed, backward_dtype, split_fprop, split_dgrad: as of `recipes.CallScaling`.
         power_of_two: likewise; None where x and dy have no blocks.
         memo: {name: `LastCalls` of this layer} (recorded.py).
     """

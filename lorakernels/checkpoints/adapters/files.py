@@ -49,7 +49,7 @@ from lorakernels.checkpoints.adapters.peft_format import (
     write_files,
 )
 from lorakernels.checkpoints.adapters.rules import describe, warn_of_peft
-from lorakernels.config import DelayedScaling, LoRAConfig, Recipe, clean_path
+from lorakernels.config import LoRAConfig, clean_path
 from lorakernels.modules.linear.frozen import is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.marks import SplitModule
@@ -64,6 +64,7 @@ from lorakernels.parallel import ContextParallel, PipelineParallel
 from lorakernels.parallel.ranks import comm
 from lorakernels.parallel.tensor.whole import PartPlace, check_alike, group_of, places
 from lorakernels.peft_config import TASK_TYPES
+from lorakernels.recipes import DelayedScaling, Recipe
 
 
 def save_adapter(

@@ -20,8 +20,9 @@ from safetensors.torch import load as from_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from lorakernels.config import LoRAConfig, Recipe
+from lorakernels.config import LoRAConfig
 from lorakernels.peft_config import HEADS, IN_PEFT, REFUSED, SHARED, TASK_TYPES
+from lorakernels.recipes import Recipe
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

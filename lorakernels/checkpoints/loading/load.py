@@ -39,7 +39,7 @@ from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.sharded import ShardedWeights
 from lorakernels.checkpoints.loading.stages import OtherStages, StageMesh
 from lorakernels.checkpoints.loading.tensor import TensorParts, TensorSplit
-from lorakernels.config import BlockScaling, DelayedScaling, LoRAConfig, Recipe
+from lorakernels.config import LoRAConfig
 from lorakernels.modules import LoRAReport, apply_lora
 from lorakernels.modules.experts.layer import LoRAExperts, restack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
@@ -51,6 +51,7 @@ from lorakernels.parallel.base.offload import as_offload
 from lorakernels.parallel.base.shard import check_mesh
 from lorakernels.parallel.base.stores import Member
 from lorakernels.parallel.ranks import comm
+from lorakernels.recipes import BlockScaling, DelayedScaling, Recipe
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 from lorakernels.values import Weight

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lorakernels.config import BlockScaling
 from lorakernels.modules.linear.weights import scales_shape
+from lorakernels.recipes import BlockScaling
 from lorakernels.values import Weight
 
 

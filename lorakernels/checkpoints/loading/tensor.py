@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from lorakernels.checkpoints.loading.plan import LoadPlan
 from lorakernels.checkpoints.loading.stand_ins import StandIns
-from lorakernels.config import BlockScaling, Recipe
 from lorakernels.modules.linear.frozen import quantize_weight
 from lorakernels.modules.model.convert import dequantize, held_weight
 from lorakernels.parallel.base.shard import check_mesh
@@ -29,6 +28,7 @@ from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.check import check_sizes, check_vocabulary, targets_by, targets_in
 from lorakernels.parallel.tensor.layers import KINDS, why_not_blocks
 from lorakernels.parallel.tensor.split import LoadedParts, split_linear, split_vocabulary
+from lorakernels.recipes import BlockScaling, Recipe
 from lorakernels.values import Weight
 
 Part = tuple[slice, slice]

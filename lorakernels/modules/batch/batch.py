@@ -319,8 +319,8 @@ def batch_adapters(
     """Give every LoRALinear of `model` an adapter for each of `names`, in place of the one that it has.
 
     The rows of a forward, which J = len(names) has to divide, belong to the adapters in this order, as many to each.
-    A model whose first dimension is the batch takes J sequences, or J times as many: it refuses any other number by a
-    ValueError, also where its layers get flat rows. Documents packed into one row are refused, too: pack them into a
+    A model takes a multiple of J sequences, if its first dimension is the batch. It refuses any other number by a
+    ValueError, also if its layers get flat rows. Documents packed into one row are refused, too: pack them into a
     row for each adapter. A block that is called by itself, outside of `model`, checks what its layers can see.
 
     Each new adapter starts as `LoRALinear.reset_adapter` has it, with random numbers of its own. All have the layer's

@@ -122,8 +122,8 @@ class DoRALinear(LoRALinear):
     def _turned(self, x: Tensor) -> Tensor:
         """g ⊙ (x Wᵀ + s · x Aᵀ Bᵀ), g = m / ‖W + s · B A‖.
 
-        Over FP8 with one scale, g is in the scale of each of the product's columns. Else g multiplies what the product
-        has written, and so it does in float16, which has too few exponents for g ⊙ B.
+        Over FP8 with one scale, g is in the scale of each of the product's columns. Else, and in float16, which has too
+        few exponents for g ⊙ B, g multiplies the written product.
         """
         weight, call = weight_and_call(self, self._numbers.spec(self.training, p=0.0), None)
         if self.fp8_state is None or x.dtype == torch.float16:

@@ -16,11 +16,11 @@ from lorakernels.autograd import (
 )
 from lorakernels.autograd.linear.numbers import Numbers
 from lorakernels.autograd.linear.projections import OverRanks
-from lorakernels.config import DelayedScaling, Recipe
 from lorakernels.modules.linear.calls import call
 from lorakernels.modules.linear.spec import FrozenSpec
 from lorakernels.modules.linear.stored_weight import StoredWeight, frozen, is_sharded
 from lorakernels.modules.linear.weights import quantize_weight
+from lorakernels.recipes import DelayedScaling, Recipe
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.handles import Handle
 from lorakernels.values import Weight

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorakernels.config import BlockScaling, DelayedScaling, Recipe
 from lorakernels.modules.linear.weights import BYTES, check_plain, scales_shape
+from lorakernels.recipes import BlockScaling, DelayedScaling, Recipe
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.config import DelayedScaling
+from lorakernels.recipes import DelayedScaling
 
 STATE_KEYS = ("fp8_scale", "fp8_amax_history", "fp8_max")
 _APART: ContextVar[bool] = ContextVar("base and adapter apart", default=False)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
-from lorakernels.config import BlockScaling
 from lorakernels.modules.linear.calls import number
 from lorakernels.modules.linear.state_entries import STATE_KEYS, take_columns
 from lorakernels.modules.linear.weights import BYTES, dequantize_weight, take_weight
 from lorakernels.modules.marks import bring, refuse_held, refuse_move
 from lorakernels.numerics.fp8 import E4M3
+from lorakernels.recipes import BlockScaling
 from lorakernels.state.fp8 import FP8State
 
 # The dtype that holds the e4m3 bytes. Integers are better: gloo can broadcast them (DDP broadcasts every parameter),

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lorakernels.config import BlockScaling
 from lorakernels.numerics.blocks import blocks_of, dequantize_weight_blocks, quantize_weight_blocks
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX, amax_of, quantize_fp8, scale_of
+from lorakernels.recipes import BlockScaling
 from lorakernels.values import Weight
 
 BYTES = (torch.uint8, E4M3)  # dtypes in which e4m3 values are stored and saved

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""angles_by_document: RoPE whose frequencies depend on a length takes that of each document, not of the whole call.
+"""angles_by_document: RoPE with frequencies by length takes the length of each document, not of the whole call.
 
-transformers takes the largest position of a call. So documents that are packed beside a longer one, or rows of one
+transformers takes the largest position of a call. So documents that are packed with a longer one, or rows of one
 microbatch, would have other angles than alone. Where ranks share rows, each rank would have another largest position.
 
-LongRoPE has two sets of frequencies, for lengths up to the trained one and for longer ones. A token's angles of either
-set are what transformers computes where the largest position of a call is below that length, or is that length.
+LongRoPE has two sets of frequencies, for lengths up to the trained one and for longer ones. transformers computes a
+token's angles of the first set if the largest position of a call is below that length, and else of the second set.
 
 Dynamic RoPE has other frequencies for each length beyond the trained one, of which a call has one. transformers keeps
-those of the longest call so far, which are forgotten here.
+the frequencies of the longest call so far. Here they are forgotten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DocumentAngles:
     to_end: Tensor | None = None
 
     def __call__(self, module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        """What `module` returns for these arguments if each document is alone; None leaves what it has returned."""
+        """The output of `module` for these arguments if each document is alone; None leaves `output` as it is."""
         call = dict(zip(("x", "position_ids", "layer_type"), args, strict=False)) | kwargs
         positions, layer = call["position_ids"], call.get("layer_type")
         kind = _kinds(module)[layer]
@@ -45,7 +45,7 @@ class DocumentAngles:
         lengths = positions + (_to_end(positions) if self.to_end is None else self.to_end)
         most = _trained_length(module, layer)
         if DYNAMIC in kind:
-            longest = max(most, int(lengths.max()))  # transformers has read it, too
+            longest = max(most, int(lengths.max()))  # transformers has read it as well
             if module.training and longest > most and bool((lengths != longest).any()):
                 raise ValueError(_SEVERAL.format(most, longest))
             return None if _forget(module, layer, longest) else module.forward(**call)
@@ -99,7 +99,7 @@ def _hooks(module: nn.Module) -> list[DocumentAngles]:
 
 
 def _kinds(module: Any) -> dict[str | None, str]:
-    """{layer type: kind of RoPE} of a rotary embedding, whose layer type is None if it has one kind; else {}."""
+    """{layer type: kind of RoPE} of a rotary embedding, {None: kind} if it has one kind; else {}."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, str):
         return {None: kinds}
@@ -112,7 +112,7 @@ def _depends(kind: str) -> bool:
 
 
 def _trained_length(module: Any, layer: str | None) -> int:
-    """The length beyond which frequencies are other ones."""
+    """The length beyond which frequencies change."""
     config = module.config
     most: int = config.max_position_embeddings
     if DYNAMIC in _kinds(module)[layer]:
@@ -124,7 +124,7 @@ def _trained_length(module: Any, layer: str | None) -> int:
 
 
 def _to_end(positions: Tensor) -> Tensor:
-    """int64 [B, T]: how many tokens follow in each token's document, itself included. The host waits for nothing."""
+    """int64 [B, T]: how many tokens follow in each token's document, itself included. The host does not wait."""
     length = positions.shape[1]
     after = torch.arange(1, length + 1, device=positions.device)
     ends = after.expand_as(positions).clone()
@@ -133,7 +133,7 @@ def _to_end(positions: Tensor) -> Tensor:
 
 
 def _forget(module: Any, layer: str | None, longest: int) -> bool:
-    """Let dynamic RoPE begin anew if it has kept the frequencies of a longer call. Returns whether it had not."""
+    """Reset dynamic RoPE if it has kept the frequencies of a longer call. Returns whether it had not."""
     prefix = "" if layer is None else f"{layer}_"
     name = f"{prefix}max_seq_len_cached"
     if int(getattr(module, name, module.max_seq_len_cached)) <= longest:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lorakernels.config import DelayedScaling, LoRAConfig, clean_path
+from lorakernels.config import LoRAConfig, clean_path
 from lorakernels.modules.experts.layer import match_experts, unstack
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.initial import check_initial
@@ -35,6 +35,7 @@ from lorakernels.modules.model.undo import all_or_nothing
 from lorakernels.modules.order import refuse
 from lorakernels.ops.hardware import FLOATS
 from lorakernels.peft_config import HEADS
+from lorakernels.recipes import DelayedScaling
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates
 
@@ -122,14 +123,14 @@ def _apply(
     _check_weights(model, [*paths, *rest], config)
     for path in paths:
         check_initial(path, _weight_of(model, path), config)
-    there = joining(model, paths, config.fp8, device)
-    unadapted = {*rest, *there}
-    beside = [path for path, _ in model.named_modules() if path in unadapted]
+    moved = joining(model, paths, config.fp8, device)
+    unadapted = {*rest, *moved}
+    frozen_paths = [path for path, _ in model.named_modules() if path in unadapted]
     experts = set(match_experts(model, config))
     peft = unlike_peft(model, config, {path: config.rank_for(path) for path in paths})
     reasons = {path: ("frozen", f"not a target, stays plain: {why}") for path, why in stays.items()}
     with all_or_nothing(model) as before:
-        names = [*paths, *beside]
+        names = [*paths, *frozen_paths]
         delayed = config.fp8 if isinstance(config.fp8, DelayedScaling) else None
         fp8_state = None if delayed is None else FP8State(names, delayed, device)
         tied, parents = tied_pointers(model), parents_of(model)
@@ -150,7 +151,7 @@ def _apply(
             old, spec = model.get_submodule(path), FrozenSpec(config.fp8, fp8_state, path)
             replace_module(parents, old, before.patiently(partial(to_frozen, old, spec)))
             reasons[path] = ("frozen", "not a target, held in FP8")
-        for path, layer in there.items():
+        for path, layer in moved.items():
             join_state(layer, path, fp8_state)
         reasons |= _train(model, config, saved, tied)
         guard_saving(model)
@@ -217,8 +218,10 @@ def untie(layer: LoRALinear, tied: set[int]) -> bool:
 
 
 def _weight_note(old: nn.Module, new: LoRALinear, tied: set[int]) -> str:
-    """Say for the report what happened to the weight. A plain weight that is tied to another module gets its own
-    storage here, so that merging cannot write into the other module."""
+    """The report's note about the weight.
+
+    A plain weight that is tied to another module gets its own storage here, so that merging cannot write into that one.
+    """
     if new.config.changes_base:
         return f"; weight less its initial adapter ({new.config.init_lora_weights})"
     if not new.holds_fp8:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from lorakernels.config import Recipe
 from lorakernels.modules.linear.frozen import FrozenFP8Linear
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.recipes import Recipe
 from lorakernels.state.fp8 import FP8State
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lorakernels.config import BlockScaling, LoRAConfig, Recipe
+from lorakernels.config import LoRAConfig
 from lorakernels.modules.linear.dora import kind_for
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, quantize_weight
 from lorakernels.modules.linear.lora import LoRALinear
@@ -22,12 +22,13 @@ from lorakernels.modules.linear.weights import in_blocks
 from lorakernels.modules.model.targets import is_fp8_linear
 from lorakernels.numerics.blocks import BLOCK
 from lorakernels.numerics.fp8 import E4M3, FP8_MAX
+from lorakernels.recipes import BlockScaling, Recipe
 from lorakernels.state.fp8 import FP8State
 from lorakernels.values import Weight
 
 
 def check_fp8_linear(path: str, module: nn.Module) -> None:
-    """Refuse an FP8Linear whose weight or scales are not what this file reads.
+    """Refuse an FP8Linear with a weight or scales that this file cannot read.
 
     Raises:
         TypeError: the weight is not e4m3, or there are no scales.
@@ -97,7 +98,7 @@ def per_tensor_weight(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 def check_block_size(path: str, module: nn.Module, recipe: Recipe | None) -> None:
-    """Refuse an FP8Linear whose blocks are not 128 × 128, where a BlockScaling is to keep them.
+    """Refuse an FP8Linear with blocks other than 128 × 128 under BlockScaling, which is to keep them.
 
     Raises:
         ValueError: the block has another size.

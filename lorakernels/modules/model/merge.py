@@ -71,7 +71,7 @@ def training_state_dict(model: nn.Module, **options: Any) -> dict[str, Any]:
 
 
 def unmerge_lora(model: nn.Module) -> None:
-    """Restore every base weight byte for byte. If a layer raises, the others are unmerged before the exception leaves.
+    """Restore every base weight byte for byte. If a layer raises, the rest are unmerged before the exception leaves.
 
     Raises:
         ValueError: there is no LoRALinear in `model`.

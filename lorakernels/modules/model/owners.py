@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers whose owner works with their weight, by the owner's class: no adapter, or no FP8 base, fits there.
+"""Linear layers that cannot have an adapter, or an FP8 base, because their owner works with their weight.
 
-The classes are those of transformers 5.23, and older or copied ones of the same names. A test reads transformers' code
-for others.
+The classes are of transformers 5.23, and older or copied ones of the same names. A test searches transformers' code
+for more.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ DTYPE_IS_READ = {
 
 
 def check_owner(model: nn.Module, path: str, fp8: bool) -> None:
-    """Refuse an adapter on a layer whose owner works with its weight.
+    """Refuse an adapter on a layer if its owner works with its weight.
 
     Args:
         fp8: the base is held in FP8.

@@ -64,12 +64,12 @@ RENAMED = {
 
 @dataclass(frozen=True)
 class PEFTDifference:
-    """What PEFT's reading of the same targets adapts of this model, where it is not what is adapted here.
+    """The adapters that PEFT would add to this model by the same targets, if they differ from those here.
 
     Attributes:
-        model_type, target_modules: of which model, by which targets.
+        model_type, target_modules: the model, and the targets.
         ours, theirs: the numbers of the adapters' parameters; `theirs` is None where PEFT refuses the targets.
-        more, less: the paths that PEFT alone adapts, and those that it leaves out or adapts with another rank.
+        more, less: paths that only PEFT adapts, and paths that it leaves out or adapts with another rank.
     """
 
     model_type: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRAReport: what `apply_lora` did to each module, which implementations each module runs, and why."""
+"""LoRAReport: the changes of `apply_lora` to each module, the implementations that it runs, and the reasons."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from lorakernels.autograd.linear.recorded import ways_of_kinds
-from lorakernels.config import BlockScaling, LoRAConfig
+from lorakernels.config import LoRAConfig
 from lorakernels.device import capability_of
 from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.model.peft_mixtures import PEFTDifference
 from lorakernels.modules.model.report_text import lines_of
 from lorakernels.ops.choice import implementations
 from lorakernels.ops.hardware import LayerOnGPU
+from lorakernels.recipes import BlockScaling
 from lorakernels.recorded.routing import counted
 from lorakernels.state.fp8 import FP8State
 
@@ -54,11 +55,11 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class LoRAReport:
-    """What `apply_lora` decided, together with what the model is now.
+    """The decisions of `apply_lora`, and the present state of the model.
 
     `print(report)` shows equal modules in one line. `modules` has a row for every module, and `details()` a line.
-    `reasons` maps paths to (action, reason): only `apply_lora` knows these. `unlike_peft` says what PEFT adapts of a
-    mixture by the same `target_modules`, and is None where that is the same.
+    `reasons` maps paths to (action, reason): only `apply_lora` knows these. `unlike_peft` says how PEFT would
+    adapt a mixture by the same `target_modules`, and is None if it would do the same.
     """
 
     model: nn.Module = field(repr=False)

@@ -16,7 +16,7 @@ _COUNT, _PRINT = "get_nb_trainable_parameters", "print_trainable_parameters"
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """(trained, all) elements of the parameters of `model`, each once. An FP8 weight counts as the weight it holds.
 
-    Parameters that ranks hold in parts count whole. In stages they are those of this rank.
+    Parameters that ranks hold in parts count whole. In stages only those of this rank count.
     """
     trained, total, seen = 0, 0, set[int]()
     for module in model.modules():

@@ -296,7 +296,7 @@ class Split:
         if up is None and scaling is None:
             return dy8 or Scaled(dy), None, None
         data, scale_inv, ds, dB, _ = ops.quantize_grad(
-            dy, up, scaling, spec.backward_dtype, to.beside
+            dy, up, scaling, spec.backward_dtype, to.stacked_side
         )
         if dy8 is None:
             dy8 = Scaled(dy) if scaling is None else Scaled(data, scale_inv)
@@ -314,7 +314,11 @@ class Split:
 def _with_bits(to: Projections, rows: int, dy: Tensor, up: Up | None) -> Projections:
     """`to` with its mask of so many rows drawn, where kernels of both dx and dA can read it."""
     mask = to.masks[0] if len(to.masks) == 1 else None
-    if mask is None or up is None or not hands_mask_over(dy, up, mask, to.grad_weight, to.beside):
+    if (
+        mask is None
+        or up is None
+        or not hands_mask_over(dy, up, mask, to.grad_weight, to.stacked_side)
+    ):
         return to
     bits = drawn_bits(mask, rows, to.weight.shape[1])
     return to._replace(masks=(mask._replace(dropped=bits),))
