@@ -169,7 +169,7 @@ def check_reload(result: Result, options: FinetuneOptions, reporter: Reporter) -
     from lorakernels.train.run.runtime import fuse_layers
 
     session = result.session
-    assert session.held is not None and session.checkpoints is not None
+    assert session.held is not None
     device = session.trainer.device
     fresh: Any = load_model(
         Path(str(options.output)) / "base", pick_dtype(options.dtype, device), device

@@ -162,12 +162,11 @@ def adapt(
     arguments = model, options, data.train, state, runtime, ranks
     extra = adapted.adapters
     trainer = Trainer(*arguments) if extra is None else JobsTrainer(extra, jobs, *arguments)
-    session = make_session(trainer, data.held, reporter, output / METRICS, adapted.sizes)
+    session = make_session(trainer, data.held, reporter, checkpoints, adapted.sizes)
     whole = partial(whole_model, model)
     files = AdapterFiles(model, directory, beside, lambda: card(directory, data, session), whole)
     if not isinstance(trainer, JobsTrainer):
         checkpoints.adapter = files
-    session.checkpoints = checkpoints
     session.identity = {
         **data.identity,
         "base": fingerprint(directory),
@@ -301,9 +300,12 @@ def check_job(
 
 
 def make_session(
-    trainer: Trainer, held: PackedRows, reporter: Reporter, metrics: Path, sizes: ModelCounts
+    trainer: Trainer,
+    held: PackedRows,
+    reporter: Reporter,
+    checkpoints: Checkpoints,
+    sizes: ModelCounts,
 ) -> Session:
-    """A Session without checkpoints."""
     model: Any = trainer.model
     options = trainer.options
     peak = find_peak(trainer.device, next(model.parameters()).dtype, options.fp8)
@@ -311,7 +313,8 @@ def make_session(
     reporter.say(f"{trainer.steps:,} steps of {tokens:,} positions{_mfu_line(peak)}")
     if line := few_steps(len(trainer.rows), trainer.rows_per_step, options):
         reporter.say(line)
-    return Session(trainer, held, options, reporter, metrics, sizes.flops, peak)
+    metrics = Path(str(options.output)) / METRICS
+    return Session(trainer, held, options, reporter, metrics, sizes.flops, peak, checkpoints)
 
 
 def few_steps(rows: int, rows_per_step: int, options: FinetuneOptions) -> str:

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -142,7 +143,7 @@ class JobRows:
 
     def only(self, index: int) -> JobRows:
         """The rows of one job. The segments of all other jobs are padding."""
-        nothing = PackedRows(self.by_job[0].tokens, self.by_job[0].no_spans(), self.seq_len)
+        nothing = PackedRows(self.by_job[0].tokens, np.zeros((0, 2), np.int64), self.seq_len)
         kept = [rows if i == index else nothing for i, rows in enumerate(self.by_job)]
         return JobRows(kept, self.seq_len, self.once)
 

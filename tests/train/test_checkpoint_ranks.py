@@ -72,12 +72,12 @@ def test_the_best_weights_are_taken_by_all_ranks_or_none(who: int | None) -> Non
 
 
 def newest(rank: int, device: torch.device, who: int) -> str:
-    given: Any = Trainer(RunRanks(rank, 2), device), None, None, None, None, 0.0, ""
+    folder: Any = Folder(rank == who)
+    given: Any = Trainer(RunRanks(rank, 2), device), None, None, None, None, 0.0, "", folder
     session = Session(*given)
     session.reporter = type("Reporter", (), {"say": None})  # type: ignore[assignment]
-    folder: Any = Folder(rank == who)
     try:
-        found = session._load_newest(folder)
+        found = session._load_newest()
     except FinetuneError as error:
         return str(error)
     return str(found and found.step)

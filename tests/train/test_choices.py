@@ -14,6 +14,7 @@ import torch
 
 from lorakernels import ContextParallel, LoRAConfig, apply_lora
 from lorakernels.autograd.attention import graphed as graphed_attention
+from lorakernels.modules.marks import mark
 from lorakernels.train.errors import OptionError
 from lorakernels.train.model.flops import ModelCounts
 from lorakernels.train.options.options import FinetuneOptions
@@ -100,7 +101,8 @@ def lines_of(model_dir: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     report = apply_lora(model, LoRAConfig(r=2, target_modules=["q_proj"]))
     made = FinetuneOptions(seq_len=16, batch_size=2, **options)
     if made.cp > 1:
-        model.context_parallel = ContextParallel(model, SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type, assignment]
+        group: Any = SimpleNamespace(rank=0, size=2)
+        mark(model, context_parallel=ContextParallel(model, group))
     random = make_random_state(7, 0, CPU)
     runtime = Runtime(model, made, report.fp8_state, random, backend=FakeBackend)
     with monkeypatch.context() as patch:

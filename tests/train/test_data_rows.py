@@ -236,7 +236,7 @@ def test_the_loss_is_the_mean_over_trained_tokens(
     options = FinetuneOptions(seq_len=64, steps=4, batch_size=2, grad_accum=2)
     trainer = Trainer(model, options, data.train, None)
     trainer.optimizer.step = lambda: None  # type: ignore[method-assign]
-    batches = [data.train.batch(trainer.order.take(at, 2)) for at in (0, 2)]
+    batches = [data.train.batch(trainer.order.take(at, 2)[0]) for at in (0, 2)]
     assert batches[0].targets != batches[1].targets
     with torch.no_grad():
         total = 0.0

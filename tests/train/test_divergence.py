@@ -58,7 +58,7 @@ def run(model_dir: Path, tmp_path: Path) -> list[Any]:
 
 def places_of_bad(rows: int = 24) -> list[int]:
     """The places of the bad rows in the first epoch. A row holds one document, in the documents' order."""
-    order = RowOrder(rows, 0).take(0, rows)
+    order = RowOrder(rows, 0).take(0, rows)[0]
     return sorted(order.index(row) for row in (3, 11, 17))
 
 
@@ -81,7 +81,7 @@ def test_rows_are_left_out_for_good(
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert cli(*run, "--output", whole) == 0
     said = capsys.readouterr().out
-    order = RowOrder(24, 0).take(0, 24)
+    order = RowOrder(24, 0).take(0, 24)[0]
     first, second = sorted(order.index(row) for row in (3, 17))
     back = first // 2 * 2
     assert f"not finite up to step {first + 1}: back to step {back} (" in said
@@ -127,7 +127,7 @@ def test_checkpoints_within_the_bad_steps_are_not_gone_back_to(
 ) -> None:
     """Three bad rows in a row, and two checkpoints kept. Bad steps make none, but for a run's last one. What their rows
     were is known after a resume, too."""
-    bad = RowOrder(24, 0).take(5, 3)
+    bad = RowOrder(24, 0).take(5, 3)[0]
     texts(tmp_path / "d.jsonl", bad)
     run += ["--on-divergence", "rollback", "--save-every", 1, "--max-bad-steps", 3, "--keep", 2]
     run += ["--output"]
@@ -147,7 +147,7 @@ def test_the_way_back_is_kept_within_the_bad_steps(
     cli: Cli, run: list[Any], tmp_path: Path, capsys: Says, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:  # fmt: skip
     """One checkpoint is kept, of step 5. A best one or a stop after step 6 saves another, amid bad steps."""
-    texts(tmp_path / "d.jsonl", RowOrder(24, 0).take(5, 3))
+    texts(tmp_path / "d.jsonl", RowOrder(24, 0).take(5, 3)[0])
     run += ["--on-divergence", "rollback", "--save-every", 5, "--max-bad-steps", 3, "--keep", 1]
     run += ["--steps", 12, "--output", tmp_path / "a"]
     if what == "best":
@@ -202,7 +202,7 @@ def test_a_run_that_went_back_twice_is_resumed_again_and_again(make: Any) -> Non
         resumed, _ = make(False)
         resumed.restore(replace(state, trainer=json.loads(json.dumps(state.trainer))))
         assert (resumed.counters.left_out, resumed.counters.rollbacks) == ([2, 5], 2)
-        taken |= {*resumed.order.take(resumed.counters.rows, 8)}
+        taken |= {*resumed.order.take(resumed.counters.rows, 8)[0]}
         found += [resumed.step().loss for _ in range(2)]
         state = copy.deepcopy(resumed.checkpoint({}))
         resumed.close()
@@ -228,7 +228,7 @@ def test_ranks_go_back_together(cli: Cli, run: list[Any], tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_kill_9_after_a_rollback(cli: Cli, run: list[Any], tmp_path: Path) -> None:
-    texts(tmp_path / "d.jsonl", [RowOrder(24, 0).take(5, 1)[0]])
+    texts(tmp_path / "d.jsonl", [RowOrder(24, 0).take(5, 1)[0][0]])
     run += ["--on-divergence", "rollback", "--steps", 30, "--output"]
     assert cli(*run, tmp_path / "whole") == 0
     process = start([*run, tmp_path / "killed"], tmp_path / "said")
@@ -248,7 +248,7 @@ def test_a_gpu_goes_back_as_it_resumes(
 ) -> None:
     """Whole steps are replayed before and after. A run that is resumed after the rollback ends as the whole one."""
     model = spoiled(gpu_model, tmp_path / "spoiled")
-    data = texts(tmp_path / "d.jsonl", [RowOrder(24, 0).take(12, 1)[0]], length=120)
+    data = texts(tmp_path / "d.jsonl", [RowOrder(24, 0).take(12, 1)[0][0]], length=120)
     run = ["--model", model, "--data", data, "--device", "cuda", "--r", 8, "--lr", "1e-2"]
     run += ["--seq-len", 128, "--batch-size", 1, "--eval-fraction", 0, "--save-every", 4]
     run += ["--max-bad-steps", 1, "--on-divergence", "rollback", "--steps", 24, "--keep", 9]

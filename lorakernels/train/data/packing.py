@@ -190,10 +190,6 @@ class PackedRows:
         """Share of the packed positions that hold tokens."""
         return self.inputs / max(1, len(self) * self.seq_len)
 
-    @staticmethod
-    def no_spans() -> Ints:
-        return np.zeros((0, 2), dtype=np.int64)
-
     def inputs_of(self, number: int) -> int:
         """Tokens of one row."""
         return int(self.lengths[self.rows[number]].sum())
@@ -248,10 +244,7 @@ class RowOrder:
         self.left_out: frozenset[int] = frozenset()
         self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
 
-    def take(self, position: int, count: int) -> list[int]:
-        return self.take_to(position, count)[0]
-
-    def take_to(self, position: int, count: int) -> tuple[list[int], int]:
+    def take(self, position: int, count: int) -> tuple[list[int], int]:
         """`count` rows from `position` on, and the position after them."""
         rows: list[int] = []
         while len(rows) < count:

@@ -142,14 +142,10 @@ def about_files(file: TokenFile) -> list[str]:
     return lines
 
 
-def _say_nothing(line: str) -> None:
-    pass
-
-
 def pack_data(
     tokens: TokenFile,
     options: FinetuneOptions,
-    say: Say = _say_nothing,
+    say: Say = lambda line: None,
     held: TokenFile | None = None,
 ) -> tuple[PackedRows, PackedRows]:
     """Pack the training and the held-out rows. Says how many documents, tokens and rows there are.

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels import ContextParallel, context_parallel
 from lorakernels.train.data.packing import IGNORE, PackedBatch
@@ -48,9 +47,7 @@ def share_rows(model: nn.Module, ranks: RunRanks, device: torch.device) -> None:
     """
     if ranks.cp == 1:
         return
-    group = ranks.group_of(ranks.cp, apart=ranks.tp)
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("cp",))
+    mesh = ranks.mesh_of("cp", device, ranks.cp, apart=ranks.tp)
     try:
         context = context_parallel(model, mesh)  # all ranks of a replica raise
     except (TypeError, ValueError) as error:

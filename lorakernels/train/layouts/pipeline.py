@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -144,12 +145,9 @@ class PipelinePart(RankPart):
         everywhere: list[Any] = [None] * self.others.size
         dist.all_gather_object(everywhere, _on_cpu(states_here), group=self.others.group)
         states = {name: moments for part in everywhere for name, moments in part.items()}
-        places, made = numbers(self.trained, self.options), groups(self.trained, self.options)
-        whole: list[dict[str, Any]] = []
-        for group, like in zip(made, state["param_groups"], strict=True):
-            before = sum(len(earlier["params"]) for earlier in whole)
-            whole.append({**like, "params": [*range(before, before + len(group["params"]))]})
+        places = numbers(self.trained, self.options)
         kept = {i: states[name] for name, i in places.items() if states[name]}
+        whole = self._numbered(self.trained, state["param_groups"])
         return self.values, {"state": kept, "param_groups": whole}
 
     def own_part(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -159,21 +157,26 @@ class PipelinePart(RankPart):
             n: x for n, x in checkpoint.tensors.items() if n in names or n not in self.trained
         }
         optimizer, here = checkpoint.state["optimizer"], numbers(self._own(), self.options)
-        places, made = numbers(self.trained, self.options), groups(self._own(), self.options)
+        places = numbers(self.trained, self.options)
         fits = sum(len(group["params"]) for group in optimizer["param_groups"]) == len(self.trained)
         if not fits:  # of another run, as the trainer will say
             return checkpoint
-        param_groups: list[dict[str, Any]] = []
-        for group, like in zip(made, optimizer["param_groups"], strict=True):
-            before = sum(len(earlier["params"]) for earlier in param_groups)
-            param_groups.append({**like, "params": [*range(before, before + len(group["params"]))]})
         kept = {
             i: optimizer["state"][places[n]]
             for n, i in here.items()
             if places[n] in optimizer["state"]
         }
+        param_groups = self._numbered(self._own(), optimizer["param_groups"])
         state = {**checkpoint.state, "optimizer": {"state": kept, "param_groups": param_groups}}
         return replace(checkpoint, tensors=tensors, state=state)
+
+    def _numbered(self, trained: dict[str, nn.Parameter], like: list[Any]) -> list[dict[str, Any]]:
+        """The groups of `trained` as a state_dict has them, with the settings of the groups `like`."""
+        parameters = count()
+        return [
+            {**settings, "params": [*islice(parameters, len(group["params"]))]}
+            for group, settings in zip(groups(trained, self.options), like, strict=True)
+        ]
 
     def _own(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.pipeline.model.named_parameters() if p.requires_grad}
@@ -191,10 +194,8 @@ def stage_ranks(ranks: RunRanks, device: torch.device) -> StageRanks | None:
     """Collective: the groups of a run with `pp` ranks a replica; None without pipeline."""
     if ranks.pp == 1:
         return None
-    group, same = ranks.group_of(ranks.pp, apart=ranks.of_stage), ranks.group_of(ranks.of_stage)
-    assert group is not None
-    mesh = DeviceMesh.from_group(group, device.type, mesh_dim_names=("pp",))
-    return StageRanks(mesh, [group, same])
+    mesh = ranks.mesh_of("pp", device, ranks.pp, apart=ranks.of_stage)
+    return StageRanks(mesh, [mesh.get_group(), ranks.group_of(ranks.of_stage)])
 
 
 def cut_stages(

@@ -73,9 +73,7 @@ def _mesh_of_equal_parts(
             f"base: each rank keeps its parts whole, as a machine has no more than the {ranks.tp} ranks of tp"
         )
         return None
-    group = ranks.group_of(count, apart=ranks.tp)
-    assert group is not None
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("dp_shard",))
+    return ranks.mesh_of("dp_shard", device, count, apart=ranks.tp)
 
 
 def shard_parts(model: nn.Module, mesh: DeviceMesh | None, say: Callable[[str], None]) -> None:

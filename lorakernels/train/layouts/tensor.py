@@ -78,12 +78,14 @@ class SplitLayers(RankPart):
     ) -> dict[int, dict[str, Any]]:
         """The optimizer's state with `change({name: moment})` of what has a parameter's elements, on the CPU."""
         changed = {}
-        for name, number in sorted(numbers(self._trained(), self.options).items(), key=_number):
-            if number in states:
-                changed[number] = {
-                    key: change({name: value})[name].cpu() if _is_moment(value) else value
-                    for key, value in states[number].items()
-                }
+        numbered = numbers(self._trained(), self.options)
+        for name in sorted(numbered, key=numbered.__getitem__):
+            state = dict(states.get(numbered[name], {}))
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = change({name: value})[name].cpu()
+            if numbered[name] in states:
+                changed[numbered[name]] = state
         return changed
 
     def _trained(self) -> dict[str, nn.Parameter]:
@@ -94,9 +96,7 @@ def layer_mesh(ranks: RunRanks, device: torch.device) -> DeviceMesh | None:
     """Collective: the mesh of the ranks that have layers together with this one; None without them."""
     if ranks.tp == 1:
         return None
-    group = ranks.group_of(ranks.tp)
-    assert group is not None
-    return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
+    return ranks.mesh_of("tp", device, ranks.tp)
 
 
 def splits_vocabulary(directory: Path, options: FinetuneOptions) -> bool:
@@ -150,11 +150,3 @@ def why_whole_vocabulary(model: Any, options: FinetuneOptions) -> str | None:
     if len(head.weight) % options.tp:
         return f"the vocabulary has {len(head.weight)} tokens, no multiple of {options.tp}"
     return None
-
-
-def _number(item: tuple[str, int]) -> int:
-    return item[1]
-
-
-def _is_moment(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0

@@ -108,7 +108,7 @@ def groups(
 def _factor_of(name: str) -> str | None:
     """The factor that a parameter is: the last of the two in its name, because a path or a job may have such a name."""
     parts = reversed(name.split("."))
-    return next((part for part in parts if part in ("lora_A", "lora_B")), None)
+    return next((part for part in parts if part in FACTORS), None)
 
 
 def numbers(trained: Mapping[str, nn.Parameter], options: FinetuneOptions) -> dict[str, int]:

@@ -183,7 +183,8 @@ def _check_runtime(options: OptionValues) -> None:
         raise OptionError(
             f"offload_activations needs save fp8 or checkpoint, or a memory_budget, got save {options.save}"
         )
-    _check_recipe(options)
+    if options.fp8_recipe == "block" and not options.fp8:
+        raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
     if not options.resume:  # a run that began before these were refused goes on as it began
         _check_effects(options)
     if options.attention == "fp8" and options.isolate_documents:
@@ -290,14 +291,6 @@ def _check_beside(options: OptionValues, parallel: str, allowed: Mapping[str, An
         if value not in wanted if isinstance(wanted, tuple) else value != wanted:
             how = f"{parallel} {getattr(options, parallel)}"
             raise OptionError(f"{how} does not go with {name} {value}: drop one of them")
-
-
-def _check_recipe(options: OptionValues) -> None:
-    """Refuse options that block scaling does not support."""
-    if options.fp8_recipe != "block":
-        return
-    if not options.fp8:
-        raise OptionError("fp8_recipe block is for a base in FP8: drop --fp8-recipe or --no-fp8")
 
 
 def _check_planned(options: OptionValues) -> None:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # before any group: see _free_groups_at_exit
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lorakernels.train.errors import FinetuneError, OptionError
 from lorakernels.train.ranks.watch import RankWatch
@@ -110,6 +111,12 @@ class RunRanks:
             made = dist.new_group([*members], timeout=STEP)
             group = made if self.rank in members else group
         return group
+
+    def mesh_of(self, name: str, device: torch.device, count: int, apart: int = 1) -> DeviceMesh:
+        """Collective: the mesh of one dimension over `group_of(count, apart)`, of several ranks."""
+        group = self.group_of(count, apart)
+        assert group is not None
+        return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the ranks, in place.

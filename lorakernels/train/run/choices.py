@@ -35,19 +35,16 @@ def choices(
     `longest`: the tokens of the longest document in the training rows.
     """
     options, model = runtime.options, runtime.model
+    unlike_peft = f". {report.unlike_peft}" if report.unlike_peft else ""
     return [
         f"device: {where}; {_precision(model, report)}{_head(model, options)}; "
         f"{len(report.adapted())} adapters of rank {options.r}, "
-        f"{sizes.trained:,} of {sizes.total:,} parameters trained{_unlike_peft(report)}",
+        f"{sizes.trained:,} of {sizes.total:,} parameters trained{unlike_peft}",
         f"layers: {fused}",
         f"attention: {_attention(model, options, fused, longest)}",
         f"graphs: {_graphs(runtime)}",
         f"kernels: {_kernels(runtime.device)}",
     ]
-
-
-def _unlike_peft(report: LoRAReport) -> str:
-    return f". {report.unlike_peft}" if report.unlike_peft else ""
 
 
 def _precision(model: Any, report: LoRAReport) -> str:

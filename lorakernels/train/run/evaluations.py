@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from lorakernels.train.options.running import RunningOptions
@@ -36,9 +36,6 @@ class Evaluations:
         """Read from a checkpoint's trainer.json. An older one lacks some entries."""
         names = [item.name for item in fields(cls)]
         return cls(**{name: trainer[name] for name in names if name in trainer})
-
-    def state(self) -> dict[str, Any]:
-        return asdict(self)
 
     def note(self, loss: float | None, step: int, options: RunningOptions) -> bool:
         """Take the held-out loss after `step` steps. Returns whether it is the best one and shall be kept."""

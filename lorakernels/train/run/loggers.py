@@ -47,25 +47,23 @@ class Loggers:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Send numbers that are finite, truth values as 0 or 1."""
         finite = {name: float(v) for name, v in values.items() if math.isfinite(v)}
-        for name in list(self.made):
-            self._try(name, lambda logger: logger.write(step, finite))
+        self._each(lambda logger: logger.write(step, finite))
 
     def go_back(self, step: int) -> None:
         """The steps after `step` will be done again."""
-        for name in list(self.made):
-            self._try(name, lambda logger: logger.go_back(step))
+        self._each(lambda logger: logger.go_back(step))
 
     def close(self) -> None:
-        for name in list(self.made):
-            self._try(name, lambda logger: logger.close())
+        self._each(lambda logger: logger.close())
         self.made.clear()
 
-    def _try(self, name: str, work: Callable[[Logger], None]) -> None:
-        try:
-            work(self.made[name])
-        except Exception as error:  # whatever a service's client raises
-            del self.made[name]
-            self.say(f"logger {name} failed and gets nothing from now on: {error}")
+    def _each(self, work: Callable[[Logger], None]) -> None:
+        for name, logger in list(self.made.items()):
+            try:
+                work(logger)
+            except Exception as error:  # whatever a service's client raises
+                del self.made[name]
+                self.say(f"logger {name} failed and gets nothing from now on: {error}")
 
 
 class TensorBoard:

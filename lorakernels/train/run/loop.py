@@ -104,7 +104,7 @@ class StepResult:
 class Trainer:
     """Model, optimizer, data order and counters of one run; ``step()`` does the work.
 
-    Without a ``runtime`` the layers run eagerly and dropout draws from torch's generator.
+    Without a ``runtime`` the layers run eagerly, and dropout draws from torch's generator.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class Trainer:
         ranks: RunRanks = RunRanks(),  # noqa: B008  (frozen)
     ) -> None:
         self.model, self.options, self.rows, self.fp8_state = model, options, rows, fp8_state
-        self.runtime, self.ranks, self.context = runtime, ranks, ContextParallel.of(model)
+        self.runtime = runtime or Runtime(model, replace(options, eager=True), fp8_state, None)
+        self.ranks, self.context = ranks, ContextParallel.of(model)
         self.parts: RankPart | None = RankPart.of(model)
         self.stages: PipelinePart | None = PipelinePart.of(model)
         head = decoder_and_head(model)[1] if options.fp8_head else None
@@ -158,9 +159,8 @@ class Trainer:
         self._set_items(rows)
         stopping = torch.full((), float(stop), device=self.device)
         loss, norm = self._run(rows.batches, stopping)
-        replayed = self.runtime is not None and self.runtime.replayed
-        if self.runtime is not None:
-            self.runtime.end_step(self.counters.step + 1)
+        replayed = self.runtime.replayed
+        self.runtime.end_step(self.counters.step + 1)
         self._fetch(rows.stop)
         # This is the only wait of a step. By now everything is launched and the next rows are on their way.
         value, norm_value, stops = torch.stack([loss, norm, stopping]).tolist()
@@ -183,8 +183,6 @@ class Trainer:
     def _run(self, batches: list[PackedBatch], stopping: Tensor) -> tuple[Tensor, Tensor]:
         """Run `_compute`, eagerly or through the runtime. Returns (loss, norm), two fp32 scalars."""
         tensors = [batch.tensors() for batch in batches]
-        if self.runtime is None:
-            return self._compute(tensors, stopping)
         return self.runtime.run(self._compute, self.optimizer, tensors, stopping)
 
     def _compute(
@@ -215,25 +213,21 @@ class Trainer:
             return self._through_stages(self.stages, batches)
         loss = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches):
-            if self.runtime is not None:
-                self.runtime.begin_microbatch()
+            self.runtime.begin_microbatch()
             self._keep_near()
             micro = mean_loss(self.model, batch, self.options, self.items, self.head8)
             self._keep_near()
             micro.backward()
-            if self.runtime is not None:
-                self.runtime.end_microbatch(last=number == len(batches) - 1)
+            self.runtime.end_microbatch(last=number == len(batches) - 1)
             loss += micro.detach()
         return loss if self.ranks.counts else torch.zeros_like(loss)
 
     def _through_stages(self, stages: PipelinePart, batches: list[PackedBatch]) -> Tensor:
         """The same, where microbatches run through the stages of several ranks."""
-        if self.runtime is not None:
-            self.runtime.begin_microbatch()
+        self.runtime.begin_microbatch()
         loss = stages.forward_backward(batches, self.items, self._keep_near)
         for number in range(len(batches)):
-            if self.runtime is not None:
-                self.runtime.end_microbatch(last=number == len(batches) - 1)
+            self.runtime.end_microbatch(last=number == len(batches) - 1)
         return loss
 
     def _clip(self, gradients: list[Tensor]) -> Tensor:
@@ -278,7 +272,7 @@ class Trainer:
 
     def _prepare(self, position: int) -> StepRows:
         size, ranks = self.options.batch_size, self.ranks
-        everywhere, stop = self.order.take_to(position, self.rows_per_step)
+        everywhere, stop = self.order.take(position, self.rows_per_step)
         batches = []
         for micro in range(self.options.grad_accum):
             first = (micro * ranks.replicas + ranks.replica) * size
@@ -292,8 +286,7 @@ class Trainer:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self.runtime is not None:
-            self.runtime.close()
+        self.runtime.close()
 
     def checkpoint(self, extra: dict[str, Any]) -> Checkpoint:
         fp8 = None if self.fp8_state is None else self.fp8_state.state_dict()
@@ -305,7 +298,7 @@ class Trainer:
             "optimizer": optimizer,
             "rng": rng_state(self.device),
             "fp8": fp8,
-            "runtime": {} if self.runtime is None else self.runtime.state_dict(),
+            "runtime": self.runtime.state_dict(),
         }
         trainer = {"counters": asdict(self.counters), **extra}
         return Checkpoint(self.counters.step, tensors, state, trainer)
@@ -317,8 +310,7 @@ class Trainer:
         self._take(checkpoint)
         self.updater.load_state_dict(checkpoint.state["optimizer"])
         set_rng_state(checkpoint.state["rng"], self.device)
-        if self.runtime is not None:
-            self.runtime.load_state_dict(checkpoint.state["runtime"])
+        self.runtime.load_state_dict(checkpoint.state["runtime"])
         self.counters = Counters(**checkpoint.trainer["counters"])
         self.order.left_out = frozenset(self.counters.left_out)
 
@@ -344,8 +336,7 @@ class Trainer:
         if self._next is not None:
             self._next[1].result()  # the thread reads the order
         self._next = self._ready = None
-        if self.runtime is not None:
-            self.runtime.start_anew()
+        self.runtime.start_anew()
         self.restore(checkpoint)
         self.counters.left_out, self.counters.rollbacks = left_out, rollbacks
         self.order.left_out = frozenset(left_out)

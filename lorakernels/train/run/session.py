@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,9 @@ ROLLBACKS = 2
 class Session:
     """One run in one output directory.
 
-    ``identity`` describes data and model; a checkpoint with another identity is refused. With ``checkpoints=None`` the
-    run saves none. ``seconds`` is the time of earlier processes up to the checkpoint that this one began with.
-    ``adapter_step`` is the step whose weights `take_best` left in the model.
+    ``identity`` describes data and model; a checkpoint with another identity is refused. ``seconds`` is the time of
+    earlier processes up to the checkpoint that this one began with. ``adapter_step`` is the step whose weights
+    `take_best` left in the model.
     """
 
     trainer: Trainer
@@ -44,7 +44,7 @@ class Session:
     metrics: Path
     flops_per_token: float
     peak: Peak | str
-    checkpoints: Checkpoints | None = None
+    checkpoints: Checkpoints
     identity: dict[str, Any] = field(default_factory=dict)
     evaluations: Evaluations = field(default_factory=Evaluations)
     loggers: Loggers = field(default_factory=Loggers)
@@ -59,9 +59,7 @@ class Session:
         Raises:
             CheckpointError: the checkpoint belongs to another run.
         """
-        if self.checkpoints is None:
-            return
-        checkpoint = self._load_newest(self.checkpoints)
+        checkpoint = self._load_newest()
         if checkpoint is None:
             self.reporter.say(
                 f"no usable checkpoint in {self.checkpoints.directory}: starting at step 0"
@@ -82,16 +80,15 @@ class Session:
 
     def _restore(self, checkpoint: Checkpoint) -> None:
         """The session's own part of `checkpoint`, which the trainer has restored."""
-        assert self.checkpoints is not None
         self.saved_step = checkpoint.step
         evaluations = self.evaluations = Evaluations.of(checkpoint.trainer)
         if evaluations.best_step not in self.checkpoints.steps():  # a later best one replaced it
             evaluations.best_step = evaluations.best_eval = None
         self.checkpoints.best = evaluations.best_step
 
-    def _load_newest(self, checkpoints: Checkpoints, until: int | None = None) -> Checkpoint | None:
+    def _load_newest(self, until: int | None = None) -> Checkpoint | None:
         """Collective: rank 0 finds the newest good checkpoint, and the others load the same one."""
-        ranks, device = self.trainer.ranks, self.trainer.device
+        ranks, device, checkpoints = self.trainer.ranks, self.trainer.device, self.checkpoints
         newest: list[Checkpoint | None] = [None]
 
         def look() -> None:
@@ -114,22 +111,16 @@ class Session:
         return {"identity": identity, "options": options}
 
     def save(self) -> None:
-        if self.checkpoints is None:
-            return
         extra = {
             "steps": self.trainer.steps,
             "seconds": self.elapsed(),
-            **self.evaluations.state(),
+            **asdict(self.evaluations),
             **self._description(),
         }
         checkpoints, checkpoint = self.checkpoints, self.trainer.checkpoint(extra)
         checkpoints.best = self.evaluations.best_step
         checkpoints.way_back = self._way_back(checkpoints)
-
-        def write() -> None:
-            checkpoints.save(checkpoint)
-
-        self.trainer.ranks.on_first(write)
+        self.trainer.ranks.on_first(lambda: checkpoints.save(checkpoint))
         self.saved_step = self.trainer.counters.step
 
     def _way_back(self, checkpoints: Checkpoints) -> int | None:
@@ -152,7 +143,7 @@ class Session:
         """Train to the last step, or until the held-out loss ends the run.
 
         Raises:
-            Interrupted: a signal arrived; the state is saved if the run keeps checkpoints.
+            Interrupted: a signal arrived; the state is saved.
             Diverged: too many steps in a row were not finite, and the run does not go back.
         """
         trainer = self.trainer
@@ -235,7 +226,7 @@ class Session:
             Diverged: the options or the state of the run do not allow it.
         """
         trainer, checkpoints = self.trainer, self.checkpoints
-        if self.options.on_divergence != "rollback" or checkpoints is None:
+        if self.options.on_divergence != "rollback":
             raise error
         step, counters = trainer.counters.step, trainer.counters
         if counters.rollbacks == ROLLBACKS:
@@ -243,7 +234,7 @@ class Session:
         left_out = sorted({*counters.left_out, *counters.bad_rows})
         if len(left_out) == len(trainer.rows):
             raise Diverged(f"{error}. Without these rows none is left to go on with") from error
-        checkpoint = self._load_newest(checkpoints, until=step - counters.bad_in_a_row)
+        checkpoint = self._load_newest(until=step - counters.bad_in_a_row)
         if checkpoint is None:
             raise Diverged(
                 f"{error}. There is no good checkpoint from before to go back to"
@@ -263,10 +254,6 @@ class Session:
 
     def _stop(self, signum: int) -> None:
         step = self.trainer.counters.step
-        if self.checkpoints is None:
-            raise Interrupted(
-                signum, f"stopped after step {step}; this part of the run keeps no checkpoints"
-            )
         if self.saved_step != step:
             self.save()
         raise Interrupted(signum, f"saved {self.checkpoints.path(step)}; go on with --resume")
@@ -296,7 +283,6 @@ class Session:
         self.adapter_step = step
         if not self.options.load_best_model_at_end or evaluations.best_step is None:
             return f"the adapter has the weights after step {step}, the last one"
-        assert self.checkpoints is not None
         if evaluations.best_step != step:
             checkpoints, best_step, trainer = self.checkpoints, evaluations.best_step, self.trainer
             try:
