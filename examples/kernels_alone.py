@@ -34,7 +34,7 @@ def main() -> dict[str, float]:
     x8, x_inv, s = ops.quantize_lora_down(x, lora_a, Scaling(state, 0, True), dropout)
     up = Up(lora_b, s, SCALING)
     y = ops.fp8_linear_lora(Scaled(x8, x_inv), weight8, None, up, torch.bfloat16)
-    dy8, dy_inv, ds, db = ops.quantize_grad(dy, up, Scaling(state, 1, True), E5M2)
+    dy8, dy_inv, ds, db, _ = ops.quantize_grad(dy, up, Scaling(state, 1, True), E5M2)
     scaled_dy = Scaled(dy8, dy_inv)
     dx = ops.fp8_grad_input(scaled_dy, E5M2, weight8, ds, lora_a, dropout, torch.bfloat16)
     da = ops.lora_grad_a(ds, Scaled(x8, x_inv), dropout, torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def test_losses_that_are_not_finite_are_no_gain() -> None:
     assert found.why_over(options) == "held-out loss was not finite in 2 evaluations"
     assert found.note(3.0, 3, options) and found.best_step == 3 and found.why_over(options) is None
     assert not found.note(float("-inf"), 4, options) and found.best_step == 3
-    assert Evaluations.of({**found.state(), "steps": 9}) == found
+    assert Evaluations.of({**asdict(found), "steps": 9}) == found
     assert Evaluations.of({"first_eval": 1.0, "last_eval": None}) == Evaluations(first_eval=1.0)
 
 
