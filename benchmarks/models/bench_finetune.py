@@ -236,7 +236,7 @@ def write_rows(spec: Spec, text: Path, folder: Path, steps: int) -> None:
     tokens = tokenize_files([text], byte_tokenizer(), folder / "tokens")
     rows = PackedRows(tokens.tokens, tokens.spans, spec.length)
     count = steps * spec.batch
-    batch = rows.batch(RowOrder(len(rows), 0).take(0, count))
+    batch = rows.batch(RowOrder(len(rows), 0).take(0, count)[0])
     fill = batch.targets / batch.input_ids.numel()
     torch.save({"rows": batch.input_ids, "fill": fill}, folder / "rows.pt")
 

@@ -19,6 +19,8 @@ TUNE = FOLDER / "ops" / "tune.py"
 QUICK = FOLDER / "models" / "check_gpu.py"
 TESTS = FOLDER.parent / "tests"
 CONTRACT = TESTS / "ops" / "test_contract.py"
+# {benchmark of scales of blocks: the op}
+OF_BLOCKS = {"fp8_block_linear": "fp8_linear_lora", "fp8_block_grad_input": "fp8_grad_input"}
 PASSES_ARGUMENTS_ON = True
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 
@@ -31,6 +33,7 @@ def scripts() -> dict[str, Path]:
 
 def tests_of(name: str) -> list[Path]:
     """The test files of an op or a layer: tests/**/test_NAME.py, the folder tests/NAME, and of an op the contract."""
+    name = OF_BLOCKS.get(name, name)
     files = sorted([*TESTS.rglob(f"test_{name}.py"), *(TESTS / name).glob("test_*.py")])
     return files + [CONTRACT] * _has_cases(name)
 
