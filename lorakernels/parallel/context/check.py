@@ -14,16 +14,8 @@ from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.marks import SplitModule
 from lorakernels.modules.order import refuse
 from lorakernels.parallel.ranks import comm
-from lorakernels.parallel.ranks.agree import check_equal, checksum, generators, scales
+from lorakernels.parallel.ranks.agree import check_equal, fingerprint, trained
 from lorakernels.parallel.ranks.group import Ranks
-
-
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """{name for error messages: value} of everything that must be equal on all ranks."""
-    trained = {
-        f"the values of {n}": checksum(p) for n, p in model.named_parameters() if p.requires_grad
-    }
-    return trained | scales(model) | generators(model, next(model.parameters()).device)
 
 
 def objection(layer: nn.Module) -> str:
@@ -63,7 +55,7 @@ def check(model: nn.Module, ranks: Ranks, stages: Ranks | None) -> dict[str, nn.
             if why := objection(layer):
                 raise ValueError(f"{path} {why}")
         refuse_masks(model, ranks.group)
-        mine = fingerprint(model)
+        mine = fingerprint(model, trained(model))
     check_equal(comm.agree(ranks.group, mine))
     return layers
 

@@ -21,7 +21,7 @@ from lorakernels.modules.marks import became
 from lorakernels.modules.model.angles import DocumentAngles, document_angles, dynamic_length
 from lorakernels.parallel.context.attention import Chunks
 from lorakernels.parallel.context.changes import ATTENTION, Changes, share_rows
-from lorakernels.parallel.context.check import check, fingerprint, refuse_masks
+from lorakernels.parallel.context.check import check, refuse_masks
 from lorakernels.parallel.context.loss import (
     LossArguments,
     RankInputs,
@@ -39,7 +39,7 @@ from lorakernels.parallel.context.rows import (
     to_document_end,
 )
 from lorakernels.parallel.ranks import comm
-from lorakernels.parallel.ranks.agree import check_equal
+from lorakernels.parallel.ranks.agree import check_equal, fingerprint, trained
 from lorakernels.parallel.ranks.exchange import row_exchange
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.known_tokens import Turns, vocabulary_of
@@ -156,7 +156,7 @@ class ContextParallel:
         """
         with comm.together(self.ranks.group):
             refuse_masks(self.model, self.ranks.group)
-        check_equal(comm.agree(self.ranks.group, fingerprint(self.model)))
+        check_equal(comm.agree(self.ranks.group, fingerprint(self.model, trained(self.model))))
 
     def together(self) -> AbstractContextManager[None]:
         """Collective at its end: an exception inside, on one rank, is raised on all. For `GraphOptions.together`."""

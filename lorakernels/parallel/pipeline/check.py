@@ -17,7 +17,7 @@ from lorakernels.modules.linear.lora import LoRALinear
 from lorakernels.modules.order import GRAPHS, managed_by_graphs, refuse
 from lorakernels.parallel.pipeline.stages import Absent, Places, Stage
 from lorakernels.parallel.ranks import comm
-from lorakernels.parallel.ranks.agree import checksum
+from lorakernels.parallel.ranks.agree import trained, values
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState
 
@@ -170,23 +170,19 @@ def slots_of(layer: nn.Module) -> int:
     return sum(bool(m.lora_dropout) and not (m.merged or m.disable_adapters) for m in adapters)
 
 
-def fingerprint(model: nn.Module, values: bool) -> dict[str, Any]:
+def stages_fingerprint(model: nn.Module, has_values: bool) -> dict[str, Any]:
     """{name for error messages: value} of everything that must be equal on all ranks before the model is cut.
 
     Args:
         model: with all its modules.
-        values: whether all parameters that train have values.
+        has_values: whether all parameters that train have values.
     """
-    trained = {
-        f"the values of {n}": checksum(p)
-        for n, p in model.named_parameters()
-        if values and p.requires_grad
-    }
+    tensors = values(trained(model)) if has_values else {}
     adapters = [(n, m) for n, m in model.named_modules() if isinstance(m, LoRALinear)]
     numbers = {
         f"site, scaling or dropout of {n}": (m.site, m.scaling, m.lora_dropout) for n, m in adapters
     }
-    return trained | numbers | generators(model)
+    return tensors | numbers | generators(model)
 
 
 def generators(model: nn.Module) -> dict[str, Any]:

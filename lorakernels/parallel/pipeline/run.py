@@ -29,9 +29,9 @@ from lorakernels.parallel.pipeline.check import (
     check,
     check_numbers,
     check_ranks,
-    fingerprint,
     generators,
     places_of,
+    stages_fingerprint,
     states_of,
 )
 from lorakernels.parallel.pipeline.cut import PipelineCut, stages_of
@@ -402,7 +402,7 @@ def pipeline_parallel(
             check_ranks(model, cut.stages, ranks.size)
             mine = {"microbatches": microbatches, "chunks": chunks, "transport": transport}
             mine |= {"load_quantized(stages=…)": loaded is not None}
-            mine |= fingerprint(model, values=loaded is None)
+            mine |= stages_fingerprint(model, has_values=loaded is None)
         states = states_of(model)
     check_equal(comm.agree(ranks.group, mine))
     by = comm.choose(transport, ranks.group, next(model.parameters()).device)

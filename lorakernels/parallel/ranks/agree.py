@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +16,22 @@ def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Shape, dtype and the sum of the bytes."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     return tuple(tensor.shape), str(tensor.dtype), int(raw.sum(dtype=torch.int64))
+
+
+def trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, parameter) of the parameters that train."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+
+
+def values(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """{name for error messages: checksum} of named tensors."""
+    return {f"the values of {name}": checksum(tensor) for name, tensor in tensors}
+
+
+def fingerprint(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """That of the named `tensors`, the FP8 scales and the generators of `model`."""
+    device = next(model.parameters()).device
+    return values(tensors) | scales(model) | generators(model, device)
 
 
 def generators(model: nn.Module, device: torch.device) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lorakernels.modules.marks import is_loaded_part
 from lorakernels.modules.model.logits import change_of_logits
 from lorakernels.modules.model.trained_parts import keeps_weight, kept_parameters
 from lorakernels.modules.order import refuse
-from lorakernels.parallel.ranks.agree import checksum, generators, scales
+from lorakernels.parallel.ranks.agree import fingerprint
 from lorakernels.parallel.ranks.group import Ranks
 from lorakernels.parallel.tensor.layers import why_not_blocks
 from lorakernels.parallel.tensor.split import LoadedParts
@@ -272,7 +272,7 @@ def _drawn_from(layer: LoRALinear) -> list[Any] | None:
     return None if state is None else state.tensor.tolist()
 
 
-def fingerprint(model: nn.Module, targets: SplitTargets, sequence: bool) -> dict[str, Any]:
+def split_fingerprint(model: nn.Module, targets: SplitTargets, sequence: bool) -> dict[str, Any]:
     """{name for error messages: value} of everything that must be equal on all ranks."""
     loaded = LoadedParts.of(model)
     parts = () if loaded is None else _own_tensors(model, loaded)
@@ -286,13 +286,11 @@ def fingerprint(model: nn.Module, targets: SplitTargets, sequence: bool) -> dict
         "sequence_parallel": sequence,
         "the plans": targets.cuts,
         "the ways of loading them": loaded is not None,
-        **{f"the values of {name}": checksum(tensor) for name, tensor in tensors},
+        **fingerprint(model, tensors),
         **{f"site, scaling, dropout or rng_state of {n}": value for n, value in numbers.items()},
         **{f"requires_grad of {name}": p.requires_grad for name, p in model.named_parameters()},
         **{f"disable_adapters of {m.name}": m.disable_adapters for m in layers},
         **{f"modes of training of {name}": trains for name, trains in modes.items()},
-        **scales(model),
-        **generators(model, next(model.parameters()).device),
     }
 
 

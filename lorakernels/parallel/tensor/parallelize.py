@@ -22,7 +22,7 @@ from lorakernels.parallel.tensor.check import (
     check,
     check_loaded,
     check_vocabulary,
-    fingerprint,
+    split_fingerprint,
     targets_by,
     targets_in,
 )
@@ -334,7 +334,7 @@ def parallelize(
             check_vocabulary(model, targets, ranks)
         _refuse_other_groups(model, targets, ranks)
         options = {"overlap": overlap, "transport": transport, "vocabulary": vocabulary}
-        mine = fingerprint(model, targets, sequence_parallel) | options
+        mine = split_fingerprint(model, targets, sequence_parallel) | options
     check_equal(comm.agree(ranks.group, mine))
     device = next(model.parameters()).device
     beside = overlap if sequence_parallel else False
