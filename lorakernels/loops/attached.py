@@ -324,7 +324,7 @@ def _give(attached: Attached, state: PhiloxState | None) -> None:
     """Give `state` to adapters that have none, or a new one if graphs need it."""
     adapters = list(parts.adapters(attached.model))
     if state is None and attached._reason is None and any(map(parts.drops, adapters)):
-        state = parts.new_rng_state(next(adapters[0].parameters()).device)
+        state = parts.new_rng_state(attached.model, next(adapters[0].parameters()).device)
     for layer in adapters:
         if state is not None and layer.rng_state is None:
             layer.rng_state = state

@@ -14,6 +14,8 @@ from lorakernels.modules.experts.layer import LoRAExperts
 from lorakernels.modules.linear.dora import DoRALinear
 from lorakernels.modules.linear.frozen import FrozenFP8Linear, is_sharded
 from lorakernels.modules.linear.lora import LoRALinear
+from lorakernels.modules.marks import SplitModule, became
+from lorakernels.parallel.ranks import comm
 from lorakernels.state.fp8 import FP8State
 from lorakernels.state.philox import PhiloxState, PhiloxStates, model_parallel_states
 
@@ -68,12 +70,24 @@ def ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def new_rng_state(device: torch.device) -> PhiloxState:
-    """A new state, seeded by torch's seed without a draw from its generator. Its masks differ between ranks."""
+def new_rng_state(model: nn.Module, device: torch.device) -> PhiloxState:
+    """A new state, seeded by torch's seed without a draw from its generator. Collective over ranks that share `model`.
+
+    Its masks differ between ranks, but for those that hold the model's layers or rows together: these draw one mask.
+    """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    for group in _groups_that_share(model):
+        rank = comm.agree(group, rank)[0]
     seed = torch.initial_seed() & _INT63
     states = model_parallel_states(seed, data_parallel_rank=rank, device=device)
     return states.get_states()["data-parallel-rng"]
+
+
+def _groups_that_share(model: nn.Module) -> list[Any]:
+    """The process groups over which `parallelize` and `context_parallel` spread `model`."""
+    split = (m.ranks for m in model.modules() if isinstance(m, SplitModule))
+    rows = (c.ranks for m in model.modules() if (c := became(m).context_parallel) is not None)
+    return [ranks.group for ranks in (next(split, None), next(rows, None)) if ranks is not None]
 
 
 def without_cache(model: nn.Module) -> list[Any]:

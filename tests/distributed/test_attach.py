@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lorakernels import DelayedScaling, LoRAConfig, apply_lora, attach
 from lorakernels.modules.linear import frozen
+from lorakernels.parallel import parallelize
+from tests.fusion.fused_models import LINEARS, VOCABULARY, adapted
 from tests.graphs.layers import backend_for
 from tests.processes import on_ranks
 
@@ -96,3 +99,25 @@ def test_masks_are_each_ranks_own(found: list[dict[str, Any]]) -> None:
     seeds = [rank["dropout"]["seeds"] for rank in found]
     assert len(seeds[0]) == len(seeds[1]) == 1 and seeds[0] != seeds[1]
     assert all(rank["replayed"]["seeds"] == [] for rank in found)
+
+
+def split(rank: int, device: torch.device) -> dict[str, Any]:
+    """Seeds, and A of a column layer, which all ranks hold whole, after a step of a model that is split over them."""
+    model = adapted("Llama", LINEARS, lora_dropout=0.5)
+    parallelize(model, init_device_mesh("cpu", (WORLD,)))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    attached = attach(model.train(), optimizer, graphs=True, backend=backend_for(device))
+    ids = torch.arange(24).view(2, 12) % VOCABULARY
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    lora_A = model.model.layers[0].self_attn.q_proj.lora_A.detach().clone()
+    found = {"seeds": [s.seed for s in attached.rng_states], "A": lora_A}
+    attached.detach()
+    return found
+
+
+def test_ranks_that_hold_layers_together_draw_one_mask() -> None:
+    """Masks of its own would give each rank another gradient of an A that all hold whole."""
+    first, second = on_ranks(split, WORLD, "gloo")
+    assert first["seeds"] and first["seeds"] == second["seeds"]
+    assert torch.equal(first["A"], second["A"])
