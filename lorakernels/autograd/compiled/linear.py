@@ -37,18 +37,12 @@ from lorakernels.autograd.compiled.recorded import (
 from lorakernels.autograd.linear.node import Needs, Saved, in_bytes
 from lorakernels.autograd.linear.numbers import Numbers
 from lorakernels.autograd.linear.saved import keep, kept
-from lorakernels.autograd.linear.values import Adapter, Call, LoRASpec, check_input
+from lorakernels.autograd.linear.values import Adapter, check_input
 from lorakernels.numerics.autocast import under_autocast
 from lorakernels.numerics.blocks import blocks_of
 from lorakernels.ops.register import Op, define_composed, empty
 from lorakernels.state.handles import numbers_of
 from lorakernels.values import Scaled, Weight
-
-
-def _call(numbers: Numbers, spec: LoRASpec, slot: Tensor | None) -> Call:
-    state = numbers.state
-    states = () if state is None else (state.forward, state.backward)
-    return Call(spec, slot, *states)
 
 
 def _directly(x: Tensor) -> Callable[..., Any]:
@@ -85,7 +79,7 @@ def lora_linear_forward(
     if numbers.state is not None:
         numbers.state.begin(x.device, spec.column, training)
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    layer = LayerCall(frozen, bias, adapter, _call(numbers, spec, slot))
+    layer = LayerCall(frozen, bias, adapter, numbers.call(spec, slot))
     results = None if weight_scale_inv is None else recorded_forward(x, layer)
     if results is not None:
         return results
@@ -128,7 +122,7 @@ def lora_linear_backward(
     `operand` is x8, or x over a plain W. `training` is the forward's.
     """
     numbers, needed = numbers_of(handle), Needs(*needs)
-    call = _call(numbers, numbers.spec(training, scaling, p), None)
+    call = numbers.call(numbers.spec(training, scaling, p), None)
     dy = dy.contiguous()
     saved = Saved(weight, weight_scale_inv, lora_A, lora_B, slot, operand, x_scale_inv, s)
     results = None if weight_scale_inv is None else recorded_backward(dy, saved, call, needed)
@@ -201,7 +195,7 @@ def _layer_of(numbers: Numbers, args: Sequence[Any]) -> LayerCall:
     """What `forward_recording` takes besides x, of the first nine arguments of `lora_linear_forward`."""
     _, weight, weight_scale_inv, bias, lora_A, lora_B, slot, _, training = args
     frozen, adapter = Weight(weight, weight_scale_inv), Adapter(lora_A, lora_B)
-    return LayerCall(frozen, bias, adapter, _call(numbers, numbers.spec(training), slot))
+    return LayerCall(frozen, bias, adapter, numbers.call(numbers.spec(training), slot))
 
 
 def _forward_found(numbers: Numbers, args: Sequence[Any]) -> CallRecording | None:
@@ -221,7 +215,7 @@ def _backward_found(numbers: Numbers, args: Sequence[Any]) -> CallRecording | No
     dy, saved, needs, training = args[0], Saved(*args[1:9]), Needs(*args[11]), args[12]
     if saved.w_scale_inv is None:
         return None
-    match = backward_recording(dy, saved, _call(numbers, numbers.spec(training), None), needs)
+    match = backward_recording(dy, saved, numbers.call(numbers.spec(training), None), needs)
     return _call_recording(match, args, (0, 3, 4, 1, 2, 8, 6, 7, 5))
 
 

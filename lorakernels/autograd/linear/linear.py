@@ -123,11 +123,12 @@ def projected(
     out_dtype: torch.dtype,
     residual: Tensor | None = None,
     keeps_s: bool = True,
+    run: Run = through_dispatcher,
 ) -> tuple[Tensor, Tensor | None]:
     """(y as of `project`, s as backward reads it), also over ranks. Without `keeps_s`, backward does not read it."""
     if to.over is not None:
         return to.over.project(operand, s, to, stacked_B, out_dtype, residual, keeps_s)
-    return project(operand, s, to, stacked_B, out_dtype, residual), s
+    return project(operand, s, to, stacked_B, out_dtype, residual, run), s
 
 
 def gradients(
@@ -167,8 +168,8 @@ def gradients(
     dy8 = dy8 or Scaled(dy)
     dA: list[Tensor | None] = [None] * len(lora_B)
     if needs.A and ds is not None and dtype_A is not None:
-        count = adapters_of(lora_B[0])
-        dA = [*grad_A(to, ds, operand(), (dtype_A, count), dropped, run)]
+        batch = adapters_of(lora_B[0])
+        dA = [*grad_A(to, ds, operand(), dtype_A, batch, dropped, run)]
     dx = grad_x(to, dy8, ds, dtype or dy.dtype, run, dropped) if needs.x else None
     unstacked = unstack_B(to, dB, len(lora_B)) if needs.B and dB is not None else None
     return ProjectionGradients(dx, dA, unstacked or [None] * len(lora_B))
@@ -207,16 +208,17 @@ def grad_A(
     to: Projections,
     ds: Tensor,
     x: Scaled,
-    of: tuple[torch.dtype, int],
+    dtype: torch.dtype,
+    batch: int = 0,
     dropped: Tensor | None = None,
     run: Run = through_dispatcher,
 ) -> list[Tensor]:
-    """dA_i = ds_iᵀ D(x) of each adapter. `of`: their dtype, and J of adapters in one batch, else 0."""
+    """dA_i = ds_iᵀ D(x) of each adapter, in `dtype`. `batch`: J of adapters in one batch, else 0."""
     if len(to.masks) > 1:
         pieces = zip(to.parts(ds, -1), to.masks, strict=True)
-        return [run(ops.lora_grad_a, d.contiguous(), x, mask, *of) for d, mask in pieces]
+        return [run(ops.lora_grad_a, d.contiguous(), x, mask, dtype, batch) for d, mask in pieces]
     mask = _handed_over(to.masks[0], dropped)
-    return to.parts(run(ops.lora_grad_a, ds, x, mask, *of))
+    return to.parts(run(ops.lora_grad_a, ds, x, mask, dtype, batch))
 
 
 def _handed_over(mask: Dropout | None, dropped: Tensor | None) -> Dropout | None:

@@ -90,9 +90,7 @@ def forward(
     to = Projections.single(weight, bias, adapter, weight.data.shape[0], call)
     to = to.placed(x.shape[0])
     operand, s = linear.quantize_down(x, to, run)
-    if to.over is None:
-        return linear.project(operand, s, to, adapter.B, x.dtype, None, run), operand, s
-    y, s = linear.projected(operand, s, to, adapter.B, x.dtype, keeps_s=keeps_s)
+    y, s = linear.projected(operand, s, to, adapter.B, x.dtype, keeps_s=keeps_s, run=run)
     return y, operand, s
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lorakernels.autograd.linear.values import LoRASpec
+from lorakernels.autograd.linear.projections import OverRanks
+from lorakernels.autograd.linear.values import Call, LoRASpec
 from lorakernels.recipes import Recipe
 from lorakernels.state.fp8 import FP8State
 
@@ -46,6 +48,12 @@ class Numbers:
         """The spec of a call. `scaling` and `p`, if given, replace the layer's own, as for an adapter of PEFT's."""
         spec = self.specs.get((training, scaling, p))
         return self._made(training, scaling, p) if spec is None else spec
+
+    def call(self, spec: LoRASpec, slot: Tensor | None, over: OverRanks | None = None) -> Call:
+        """`spec` with the tensors that it refers to."""
+        state = self.state
+        state_x, state_dy = (None, None) if state is None else (state.forward, state.backward)
+        return Call(spec, slot, state_x, state_dy, over)
 
     def _made(self, training: bool, scaling: float | None, p: float | None) -> LoRASpec:
         changes: dict[str, Any] = {"scaling": scaling, "p": p}

@@ -143,10 +143,8 @@ def _traced(
 
 def weight_and_call(layer: Any, spec: LoRASpec, slot: Tensor | None) -> tuple[Weight, Call]:
     """The weight and the values that `lora_linear` takes of a layer for one call."""
-    state = layer.fp8_state
-    state_x, state_dy = (None, None) if state is None else (state.forward, state.backward)
     weight = Weight(layer.held, layer._buffers["weight_scale_inv"])
-    return weight, Call(spec, slot, state_x, state_dy, layer.over)
+    return weight, layer.__dict__["_numbers"].call(spec, slot, layer.over)
 
 
 def _factors_by_rows(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -213,7 +213,7 @@ class Split:
             rows = dy.shape[0]
             here = drawn(self.placed(to, rows), rows * self.spread)
             dx, ds, dB = self._gathered_grad(here, dy8, ds, dB, of_x)
-            dA = [] if ds is None or of_A is None else linear.grad_A(here, ds, operand(), (of_A, 0))
+            dA = [] if ds is None or of_A is None else linear.grad_A(here, ds, operand(), of_A)
         else:
             dx, dA = self._column_grads(to, dy8, ds, operand, drawn, (of_x, of_A))
         none: list[Tensor | None] = [None] * len(lora_B)
@@ -262,7 +262,7 @@ class Split:
         own_rows = self.ranks.share(rows) if self.ranks.sequence else slice(0, rows)
 
         def grads_A(here: Projections, ds: Tensor) -> list[Tensor]:
-            return [] if of_A is None else linear.grad_A(here, ds, operand(), (of_A, 0))
+            return [] if of_A is None else linear.grad_A(here, ds, operand(), of_A)
 
         if dtype is None:
             needed = None if of_A is None else summed_factor(self.ranks, ds)
