@@ -63,11 +63,13 @@ class Split:
         by: "column" or "row".
         ranks: the group that holds the parts.
         scales: the FP8 scales that they share; None over a plain base.
+        overlaps: whether rows may travel while their product is computed. It was measured for fused layers alone.
     """
 
     by: str
     ranks: Ranks
     scales: SharedScales | None
+    overlaps: bool = False
 
     @property
     def spread(self) -> int:
@@ -178,7 +180,7 @@ class Split:
 
     def _in_pieces(self, to: Projections) -> bool:
         """Whether a product may be computed in pieces: by csrc's FP8 kernels, with one scale for all rows."""
-        if not self.ranks.sequence or not to.quantized or to.batched:
+        if not self.overlaps or not self.ranks.sequence or not to.quantized or to.batched:
             return False
         device = to.weight.device
         return device.type != "cuda" or not why_not_wgmma_gemm(
@@ -334,6 +336,6 @@ def split_parts(parts: Parts, ranks: Ranks) -> None:
         by = "column" if group in (parts.qkv, parts.gate_up) else "row"
         group.rows = tuple(member.out_features for member in group.members)
         split = getattr(group.first, "over", None)
-        group.over = Split(by, ranks, None if split is None else split.scales)
+        group.over = Split(by, ranks, None if split is None else split.scales, overlaps=True)
     heads = parts.heads
     parts.heads = heads._replace(query=heads.query // ranks.size, key=heads.key // ranks.size)
